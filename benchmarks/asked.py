@@ -1,4 +1,4 @@
-"""What the command line asks for, looked at before anything runs."""
+"""Check the command line before anything runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _QUICK = {"rounds": 2, "launches": 1, "seconds": 0.3}
 
 
 class BadInputError(Exception):
-    """What was asked for cannot be done; one line says why."""
+    """An option that cannot be satisfied; one line says why."""
 
 
 def check(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What random stalls cost, and what is left of it with `Trainer(cutoff=0.75)`; as root, on Linux.
+"""Measure the cost of random stalls, with and without `Trainer(cutoff=0.75)`; as root, on Linux.
 
     python -m benchmarks.backup_workers
 

@@ -1,4 +1,4 @@
-"""What stands beside every figure: the machine, the versions, the commit and the time."""
+"""The facts beside every figure: the machine, the versions, the commit and the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Trainer needs as the data grows from 10^3 to 10^7 samples: memory, an epoch's start, a step."""
+"""Measure the Trainer as the data grows from 10^3 to 10^7 samples: memory, an epoch's start, a step."""
 
 from __future__ import annotations
 

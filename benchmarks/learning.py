@@ -1,4 +1,4 @@
-"""What strategies of synchronization learn: held-out loss on MNIST after equally many samples, over several seeds.
+"""Compare what strategies of synchronization learn: held-out loss on MNIST after equal samples, over several seeds.
 
     python -m benchmarks.learning --data-dir DIR
 

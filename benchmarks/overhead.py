@@ -1,4 +1,4 @@
-"""What the Trainer itself costs: a model of 10 parameters, one process, against a bare loop."""
+"""Measure the Trainer's own cost: a model of 10 parameters, one process, against a bare loop."""
 
 from __future__ import annotations
 

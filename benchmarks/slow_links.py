@@ -35,7 +35,7 @@ _TUN = Path("/dev/net/tun")
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between the two hosts.
+    """The link between the two hosts.
 
     Attributes:
         name: as on the command line.

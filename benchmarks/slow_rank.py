@@ -1,4 +1,4 @@
-"""What one slow rank costs, and what is left of it with `fit(balance="speed")`; as root, on Linux.
+"""Measure the cost of one slow rank, with and without `fit(balance="speed")`; as root, on Linux.
 
     python -m benchmarks.slow_rank
 

@@ -26,7 +26,7 @@ LOSS_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure.
+    """The options of a measurement.
 
     Attributes:
         ranks: processes of a distributed peer.

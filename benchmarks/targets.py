@@ -1,4 +1,4 @@
-"""What must hold, and whether the figures at hand show it."""
+"""The targets, and whether the measured figures meet them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the Trainer, whose loop is its own, takes steps in turns."""
+"""Let the Trainer, which has its own loop, take steps in turns."""
 
 from __future__ import annotations
 

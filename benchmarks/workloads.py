@@ -1,4 +1,4 @@
-"""What is trained: names, sizes and data, without a framework. The models are in torch_tasks.py and keras_tasks.py."""
+"""The workloads: names, sizes and data, without a framework. The models are in torch_tasks.py and keras_tasks.py."""
 
 from __future__ import annotations
 

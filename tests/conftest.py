@@ -1,4 +1,4 @@
-"""What every kind of test shares: its marks, and which skips are failures. Imports no framework, starts no Horovod."""
+"""The common part of all tests: marks, and which skips are failures. Imports no framework, starts no Horovod."""
 
 from __future__ import annotations
 

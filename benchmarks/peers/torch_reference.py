@@ -1,4 +1,4 @@
-"""What N ranks must equal: one process whose batch is all ranks' batches together. Not timed."""
+"""The reference of N ranks: one process whose batch is all ranks' batches together. Not timed."""
 
 from __future__ import annotations
 

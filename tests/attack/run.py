@@ -30,7 +30,7 @@ BEGIN, END = "<!-- make attack -->", "<!-- end of make attack -->"
 
 @dataclass
 class Result:
-    """What came of one test function, over all its parameters."""
+    """The result of one test function, over all its parameters."""
 
     passed: int = 0
     failed: int = 0

@@ -1,4 +1,4 @@
-"""What the kernel says of processes' sockets, read from /proc: nothing of the job's own word."""
+"""Read processes' sockets from /proc: what the kernel says, not the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each attack is, what came of it before hvdtrain defended against it, and what comes of it now.
+"""The table of attacks: each with its result before hvdtrain defended against it, and its result now.
 
 A row for each claim; `make attack` adds whether its tests passed, and how long they took. docs/pages/security.md has a
 copy.

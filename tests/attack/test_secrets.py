@@ -1,4 +1,4 @@
-"""What another user of the host finds in a run's files: nothing that he may open, and no secret for who may."""
+"""A run's files, as another user of the host finds them: nothing that he may open, and no secret for who may."""
 
 from __future__ import annotations
 

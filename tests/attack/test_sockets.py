@@ -1,4 +1,4 @@
-"""Which sockets a job opens, and where: as every other user of the host can see them."""
+"""The sockets that a job opens, and where: as every other user of the host can see them."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ def _seed() -> int:
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    """Where every random choice of a test comes from."""
+    """The source of every random choice of a test."""
     return np.random.default_rng(_seed())
 
 
 @pytest.fixture
 def scale() -> int:
-    """How often a fault is tried: 10 times as often in the long run."""
+    """The number of times that a fault is tried: 10 times as often in the long run."""
     return 10 if LONG else 1
 
 

@@ -1,4 +1,4 @@
-"""What the elastic scripts share: SCRIPT FOLDER SCENARIO. They write down what happens, one file a host, a line a fact.
+"""The common part of the elastic scripts: SCRIPT FOLDER SCENARIO. They write facts, one file a host, a line a fact.
 
 Scenarios: "kill-0" and "kill-1", in which the rank of that number of two is killed; "kill-3", the same of four; "grow",
 in which a host comes to the one there is; "stillborn", in which its rank ends before it has met the other.

@@ -26,7 +26,7 @@ BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
 
 
 class Job:
-    """What the ranks of a job wrote down, in the order of each host's own facts."""
+    """The facts that the ranks of a job wrote, in the order of each host's own facts."""
 
     def __init__(self, folder: Path, output: str) -> None:
         self.output = output

@@ -157,7 +157,7 @@ def test_a_run_with_a_strategy_that_is_killed_ends_bit_for_bit_as_one_that_is_no
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_record_of_a_killed_run_with_a_cutoff_repeats_it_bit_for_bit(tmp_path, row):
-    """What is cut off depends on time. So a run that nobody kills takes the steps that the killed one recorded."""
+    """Cut-off samples depend on time. So a run that nobody kills takes the steps that the killed one recorded."""
     folder, again = tmp_path / "killed", tmp_path / "again"
     with started(folder, "torch", "cutoff", restarts=1, step_s=0.03) as process:
         took_s = seconds_until_training(folder, kill_at(folder, 1, 18, process), process)

@@ -1,4 +1,4 @@
-"""What tests/faults kills while it trains: training.py FRAMEWORK FOLDER STEP_S [WORD ...].
+"""The script that tests/faults kills while it trains: training.py FRAMEWORK FOLDER STEP_S [WORD ...].
 
 It trains three epochs with a checkpoint often.
 With the word "fixed" it draws nothing at random, with "validating" it validates within epochs. With the name of a

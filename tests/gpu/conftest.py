@@ -62,7 +62,7 @@ def _one_rank_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def device() -> str:
-    """Where the test computes: "cuda:0", or "cpu" under HVDTRAIN_TEST_GPU=cpu."""
+    """The device on which the test computes: "cuda:0", or "cpu" under HVDTRAIN_TEST_GPU=cpu."""
     return "cpu" if ON_CPU else "cuda:0"
 
 
@@ -85,7 +85,7 @@ def hvd(world: Any) -> Any:
 
 
 class Sent:
-    """What was given to Horovod: (name, device, type) of each tensor, in order."""
+    """The tensors given to Horovod: (name, device, type) of each tensor, in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, str]] = []
@@ -105,7 +105,7 @@ class Sent:
 
 @pytest.fixture
 def sent(hvd: Any, monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """What travels through Horovod's allreduce, seen below every form of it."""
+    """The tensors in Horovod's allreduce, seen below every form of it."""
     from horovod.torch import mpi_ops
 
     found, library = Sent(), mpi_ops.mpi_lib

@@ -1,4 +1,4 @@
-"""What hvdtrain knows of the GPU that a rank computes on: its name, its generator, its clock."""
+"""The facts about the GPU that a rank computes on: its name, its generator, its clock."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def optimizer_of(net, kind):
 
 
 def plain(net, device, *, kind, precision="fp32", accumulate=1, clip_norm=None):
-    """What anybody's own loop does, over the samples in the Trainer's order."""
+    """A plain loop over the samples in the Trainer's order."""
     net = net.to(device).train()
     optimizer = optimizer_of(net, kind)
     x, y = (torch.from_numpy(array).to(device) for array in arrays())

@@ -1,4 +1,4 @@
-"""Which rank tests run at this world size, and the folder that the ranks of one test share.
+"""Choose the rank tests of this world size, and the folder that the ranks of one test share.
 
 Every test says at which world sizes it holds: `@pytest.mark.world_size(2)` or `world_size(2, 3)`. At other sizes it
 is deselected. A test without the mark is an error, because it would run nowhere and look green. The other marks say

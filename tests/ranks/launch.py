@@ -46,7 +46,7 @@ class Failure:
 
 @dataclass
 class RankState:
-    """What one rank has said so far."""
+    """The output of one rank so far."""
 
     offset: int = 0
     pid: int | None = None
@@ -62,7 +62,7 @@ class RankState:
 
 @dataclass
 class Outcome:
-    """What one launch found out. `done` lists the tests that a further launch need not repeat."""
+    """The results of one launch. `done` lists the tests that a further launch need not repeat."""
 
     passed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)

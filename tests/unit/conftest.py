@@ -1,4 +1,4 @@
-"""What tests of one process share: a small PyTorch model, a Trainer over it, and no clock in hypothesis."""
+"""The common part of tests of one process: a small PyTorch model, a Trainer over it, and no clock in hypothesis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `init` decides takes hold in each framework, under horovodrun, where nobody has set anything."""
+"""Decisions of `init` take effect in each framework, under horovodrun, where the user has set nothing."""
 
 from __future__ import annotations
 

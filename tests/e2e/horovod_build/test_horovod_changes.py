@@ -1,4 +1,4 @@
-"""What the changes of Horovod's source promise, on the Horovod that is installed."""
+"""The changes of Horovod's source, tested on the installed Horovod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the installed Horovod's native libraries need, and where they look for it: read off the files."""
+"""The libraries that the installed Horovod needs, and the folders where it looks for them, read from the files."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MARK = "HVDTRAIN_TEST_MARK"
 
 
 class Cell(io.StringIO):
-    """What a notebook has for standard output: no file descriptor. Calls `on_line` for each line as it comes."""
+    """A notebook's standard output: no file descriptor. Calls `on_line` for each line as it comes."""
 
     def __init__(self, on_line: Callable[[str], None] | None = None) -> None:
         super().__init__()

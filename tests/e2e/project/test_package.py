@@ -1,4 +1,4 @@
-"""What `pip install` gets: an sdist that holds everything, a wheel that works, and a next step where nothing is yet."""
+"""The packages for `pip install`: an sdist that holds everything, a wheel that works, and the command to type next."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BATCH = 24  # of all ranks together; divides by 2 and by 3
 
 
 class Kit:
-    """What the tests here share."""
+    """The common part of the tests here."""
 
     backend = keras.backend.backend()
     # For what one process trains, to compare with: TensorFlow's tracing takes most of a test's time.

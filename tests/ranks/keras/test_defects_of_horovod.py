@@ -1,4 +1,4 @@
-"""What horovod.keras does on Keras 3, beside what is done here. TensorFlow alone: Horovod's Keras knows no other."""
+"""Compare horovod.keras on Keras 3 with hvdtrain.keras. TensorFlow alone: Horovod's Keras knows no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved is the user's: plain Keras loads it, state and all, where Horovod and hvdtrain cannot be imported."""
+"""Saved models are the user's: plain Keras loads it, state and all, where Horovod and hvdtrain cannot be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked for wrongly is refused in one line, before anything runs."""
+"""Wrong options are refused in one line, before anything runs."""
 
 from __future__ import annotations
 

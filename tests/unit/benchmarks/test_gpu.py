@@ -1,4 +1,4 @@
-"""What the GPU set does before and after it measures, which takes no GPU."""
+"""The GPU set's work before and after it measures, which takes no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every peer trains on is the same, down to the layout in memory."""
+"""Every peer trains on the same data, down to the layout in memory."""
 
 from __future__ import annotations
 

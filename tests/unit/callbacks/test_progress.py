@@ -1,4 +1,4 @@
-"""What a person sees on rank 0."""
+"""The lines and the display on rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a run, and what never is."""
+"""The files of a run, and secrets that are never in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callbacks hold goes into a checkpoint and comes back: numbers as JSON, weights as arrays."""
+"""Callbacks' states in checkpoints and back: numbers as JSON, weights as arrays."""
 
 from __future__ import annotations
 

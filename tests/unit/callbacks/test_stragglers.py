@@ -1,4 +1,4 @@
-"""Which rank is named as slow, when, and for what."""
+"""The rank that is named as slow, the moment, and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: help, one line for bad input, tracebacks on request, completion."""
+"""The common part of all commands: help, one line for bad input, tracebacks on request, completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank has left of an epoch: every sample once, however often the rest is assigned again."""
+"""The samples that each rank has left of an epoch: every sample once, however often the rest is assigned again."""
 
 from __future__ import annotations
 

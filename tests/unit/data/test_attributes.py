@@ -1,4 +1,4 @@
-"""What a sampler changes in itself is saved and restored; what it does not change is the script's."""
+"""A sampler's changes in itself are saved and restored; attributes that it does not change are the script's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared of a sample, and what counts as close."""
+"""The compared parts of a sample, and values that count as close."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_the_state_of_another_kind_of_generator_is_refused():
 
 
 class FakeLoader:
-    """What a DataLoader has, of a dataset that holds a generator and a sampler that holds an iterator."""
+    """A DataLoader of a dataset that holds a generator, with a sampler that holds an iterator."""
 
     generator = batch_sampler = collate_fn = None
 

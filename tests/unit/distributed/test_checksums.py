@@ -1,4 +1,4 @@
-"""What a digest must find: the changes that a fault makes, wherever they fall."""
+"""A digest must find the changes that a fault makes, wherever they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks hold of their own: kept for each, and shared out where their number has changed."""
+"""The state of each rank: saved for each, and divided where the number of ranks has changed."""
 
 from __future__ import annotations
 

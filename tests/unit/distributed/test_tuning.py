@@ -1,4 +1,4 @@
-"""What init decides stays the user's where the user decided."""
+"""Decisions of init; the user's own settings stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an ELF file's dynamic section says; tests/attack/test_libraries.py has real libraries."""
+"""Reading an ELF file's dynamic section; tests/attack/test_libraries.py has real libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Ray a job connects to, where a file that every user can write names one."""
+"""The Ray to which a job connects, where a file that every user can write names one."""
 
 from __future__ import annotations
 

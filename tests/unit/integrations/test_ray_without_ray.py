@@ -1,4 +1,4 @@
-"""What `hvdtrain.integrations.ray` does before and after Ray: checks, settings, words."""
+"""The part of `hvdtrain.integrations.ray` before and after Ray: checks, settings, messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs no Spark: where ranks go, who is let in, what is imported."""
+"""The parts that need no Spark: places of ranks, proofs of identity, imports."""
 
 from __future__ import annotations
 

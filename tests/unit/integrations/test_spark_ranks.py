@@ -1,4 +1,4 @@
-"""How the caller follows its ranks, with threads in place of Spark's tasks."""
+"""The caller follows its ranks, with threads in place of Spark's tasks."""
 
 from __future__ import annotations
 

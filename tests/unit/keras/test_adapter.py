@@ -1,4 +1,4 @@
-"""What the Trainer's Keras adapter takes, and what it refuses, in one process (KERAS_BACKEND chooses the backend)."""
+"""The Trainer's Keras adapter: accepted and refused arguments, in one process (KERAS_BACKEND sets the backend)."""
 
 from __future__ import annotations
 

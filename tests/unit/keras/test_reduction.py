@@ -1,4 +1,4 @@
-"""Which gradients travel together."""
+"""Gradients that are sent together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of a Keras run holds of its own; its GPU is faked here."""
+"""The state that a rank of a Keras run holds alone; its GPU is faked here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hvdtrain.run` refuses before it starts anything, and what it says of a job that has ended."""
+"""Errors of `hvdtrain.run` before it starts anything, and its messages about a job that has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left out of a launcher's output, and what is not."""
+"""The parts of a launcher's output that are left out, and the parts that are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `supervisor.run` decides after a start of the job has ended, without starting anything."""
+"""Decisions of `supervisor.run` after a start of the job has ended, without starting anything."""
 
 from __future__ import annotations
 

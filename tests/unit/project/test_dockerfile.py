@@ -1,4 +1,4 @@
-"""What can be read off the Dockerfile; `make docker-test` builds its images and runs them."""
+"""Checks of the Dockerfile's text; `make docker-test` builds its images and runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of Slurm and Kubernetes copy agrees with the image, with `hvdtrain run`, and with itself."""
+"""Files that users of Slurm and Kubernetes copy agree with the image, with `hvdtrain run`, and with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/gpu promises where no GPU is: a skip with its reason, and a failure where a skip is forbidden."""
+"""tests/gpu on a machine without a GPU: a skip with its reason, and a failure where a skip is forbidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What import-linter cannot see: imports by text."""
+"""Imports by text, which import-linter cannot see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What frameworks print when they start is left out; what they warn of is not, and the user's settings win."""
+"""Frameworks' start-up notes are left out, their warnings are not, and the user's settings win."""
 
 from __future__ import annotations
 

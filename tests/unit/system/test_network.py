@@ -1,4 +1,4 @@
-"""Which addresses are this host's, which of its networks are left out; tests/engines/test_hosts.py has real bridges."""
+"""This host's addresses, and the networks that are left out; tests/engines/test_hosts.py has real bridges."""
 
 from __future__ import annotations
 

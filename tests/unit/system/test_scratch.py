@@ -1,4 +1,4 @@
-"""What a script that `hvdtrain bench` runs writes and reads instead of its own."""
+"""The files that a script writes and reads under `hvdtrain bench`, instead of its own."""
 
 from __future__ import annotations
 

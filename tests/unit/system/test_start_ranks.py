@@ -1,4 +1,4 @@
-"""What ranks get of the environment that they are started from."""
+"""The environment that ranks get from the process that starts them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hvdtrain.system import whole_lines
 
 
 class Pipe(io.RawIOBase):
-    """What a launcher reads, write by write."""
+    """The data that a launcher reads, write by write."""
 
     def __init__(self):
         self.pieces = []

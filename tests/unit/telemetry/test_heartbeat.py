@@ -1,4 +1,4 @@
-"""How often ranks tell each other how it goes, and that they find out in the same step."""
+"""Heartbeats: their frequency, and that all ranks receive a report in the same step."""
 
 from __future__ import annotations
 

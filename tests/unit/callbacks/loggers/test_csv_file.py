@@ -1,4 +1,4 @@
-"""What is in the CSV file after one start, and after several."""
+"""The CSV file after one start, and after several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loggers log and when, and what a sink cannot do to the training."""
+"""Records of loggers and their moments; a sink's errors do not reach the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MLflow's own client finds in a local folder."""
+"""A local folder, read by MLflow's own client."""
 
 from __future__ import annotations
 

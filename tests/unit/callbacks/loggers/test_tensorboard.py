@@ -1,4 +1,4 @@
-"""What TensorBoard's own reader finds."""
+"""The events, read by TensorBoard's own reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in the file that `wandb sync` uploads: read as W&B wrote it."""
+"""The file that `wandb sync` uploads, read as W&B wrote it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank ends, and what it says of the others."""
+"""The end of a rank, and its message about the others."""
 
 from __future__ import annotations
 

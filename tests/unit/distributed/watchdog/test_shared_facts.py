@@ -1,4 +1,4 @@
-"""What the ranks of a host tell each other in files."""
+"""Facts that the ranks of a host share in files."""
 
 from __future__ import annotations
 

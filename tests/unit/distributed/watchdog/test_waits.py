@@ -1,4 +1,4 @@
-"""What the watch reads off stacks; a few lines play Horovod."""
+"""Waits that the watchdog reads from stacks; a few lines stand for Horovod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What horovodrun keeps of its hosts for an hour."""
+"""horovodrun's cache of facts about its hosts, for an hour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands on the command lines of ranks here and on other hosts, and what does not."""
+"""The command lines of ranks on this host and on others: what is in them, and what must not be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which interfaces Open MPI is kept to on several hosts, and what is told where it is not."""
+"""The interfaces at which Open MPI may listen on several hosts, and the message where it is free to choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands between mpirun and streams whose readers may leave, tried on a process that is not mpirun."""
+"""The process between mpirun and streams whose readers may close them, tried on a process that is not mpirun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/plan_check.py makes of measurements; the measurements themselves need a quiet machine."""
+"""The arithmetic of benchmarks/plan_check.py; the measurements themselves need a quiet machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of a run's folder, however it ended."""
+"""Reading a run's folder, however the run ended."""
 
 from __future__ import annotations
 
