@@ -55,7 +55,7 @@ def train(options: argparse.Namespace) -> None:
     if world.is_root:
         ends = times.ends[-len(times.ends) // 3 :]
         taken = [b - a for a, b in itertools.pairwise(ends)]
-        shares = trainer._loop.state.shares
+        shares = trainer.shares
         result = {"step_ms": round(1000 * statistics.fmean(taken), 1), "steps": len(times.ends), "shares": shares}
         options.result.write_text(json.dumps(result))
 

@@ -437,7 +437,7 @@ DEFECTS = (
     ),
     Defect(
         "sync: a checkpoint is written while ranks hold different weights",
-        "hvdtrain/training/loop.py",
+        "hvdtrain/training/saver.py",
         "while self._due.checkpoints and self._context.in_sync:",
         "while self._due.checkpoints:",
         ALONE,

@@ -17,6 +17,10 @@ class Due:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Note that nothing is due."""
         self.checkpoints: list[RunCheckpoints] = []
         self.validation = self.stop = False
 

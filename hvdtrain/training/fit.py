@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hvdtrain.callbacks.base import CallbackList, RunId
+from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
 from hvdtrain.data.generators import Generators
 from hvdtrain.sync.steps import Steps
-from hvdtrain.training.checkpointing import RunCheckpoints
 from hvdtrain.training.progress import Budget
 from hvdtrain.training.validation import Validation
 
@@ -27,7 +26,7 @@ class Fit:
         validation: the validation sets, and when they are due.
         budget: the limits of the run.
         callbacks: the user's, and those of every run.
-        checkpoints: the run's folders of checkpoints, locked.
+        checkpoints: the folders in which the run is saved, and when.
         resume: "auto", or "never" to move existing checkpoints away.
         override: settings of the optimizer that a resumed run takes from the script.
         commits: the last commit of an elastic job; None in other jobs.
@@ -39,7 +38,7 @@ class Fit:
     validation: Validation
     budget: Budget
     callbacks: CallbackList
-    checkpoints: Sequence[RunCheckpoints]
+    checkpoints: Sequence[CheckpointOptions]
     resume: str
     override: Sequence[str]
     commits: FitState | None

@@ -11,17 +11,17 @@ import logging
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from hvdtrain.adapter import Adapter
-from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunContext
-from hvdtrain.distributed import rank_state, streams, watchdog
+from hvdtrain.callbacks.base import CallbackList, RunContext
+from hvdtrain.distributed import agreement, rank_state, streams, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import FolderInUseError
 from hvdtrain.training import preemption
-from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot
+from hvdtrain.training.checkpointing import Snapshot
 from hvdtrain.training.due import Due
 from hvdtrain.training.fit import Fit
 from hvdtrain.training.learning_rate import LearningRate
@@ -30,10 +30,8 @@ from hvdtrain.training.pace import Pace
 from hvdtrain.training.progress import Budget, RunProgress, steps_done
 from hvdtrain.training.run_end import RunEnd
 from hvdtrain.training.run_state import RunState
+from hvdtrain.training.saver import Saver
 from hvdtrain.training.validation import load_rank_state
-
-if TYPE_CHECKING:
-    from hvdtrain.training.elastic import FitState
 
 log = logging.getLogger("hvdtrain")
 
@@ -44,6 +42,7 @@ class Loop:
     Attributes:
         state: what is saved of the run; it stays when a fit ends.
         decisions: log lines on what the current or last fit has decided.
+        saver: saves the run.
         in_epoch: True while steps of an epoch are left; other metrics must not be mixed with the epoch's.
     """
 
@@ -56,13 +55,13 @@ class Loop:
         self._context, self._world, self._adapter, self._lr = context, context.world, adapter, learning_rate
         self._accumulate: int = config["accumulate"]
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
-        self._savers: dict[CheckpointOptions, RunCheckpoints] = {}  # of this fit, and others to which callbacks save
+        self._due = Due()
+        self.saver = Saver(context, adapter, self._due, self.snapshot)
         self._adapter.between_exchanges = self._exchange_early
         # Of the current or last fit:
         self._fit: Fit
         self._hooks = CallbackList([])
-        self._commits: FitState | None = None  # the last commit, while a fit of an elastic job runs
-        self._due, self._end = Due(), RunEnd(Budget(), self.state, self._world)
+        self._end = RunEnd(Budget(), self.state, self._world)
         self._pace = Pace(adapter, self._world)
         self._ahead = 0  # steps that this number of ranks would have taken of the epoch, minus those taken
 
@@ -75,65 +74,39 @@ class Loop:
         """End the run; see `Trainer.stop`."""
         self._end.request(within_epoch=within_epoch)
 
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint holds of the run besides the adapter's state."""
+        seconds = self._pace.seconds if self.in_epoch else self.progress.seconds
+        return self.state.snapshot(seconds=seconds, callbacks=self._hooks.states)
+
+    # Fits
+
     def run(self, fit: Fit) -> None:
         """Begin a run, or resume it, and take the epochs that are left.
 
         Raises:
             SystemExit: a stop was requested.
         """
-        callback_states = self._begin(fit)
-        try:
-            self._commits = fit.commits
-            with self.state.drawing_alike("on_fit_begin"):
-                for hook in self._hooks:
-                    hook.on_fit_begin(self._context)
-            self._hooks.load_states(callback_states)
-            self._commit()
-            self._run_epochs()
-            self._finish()
-        except BaseException:
-            streams.share(None)
-            self._adapter.abandon()
-            raise
-        finally:
-            self._commits = None
-            self._hooks.close()
-        self._agree_to_end()  # a signal may have come while the run ended
-
-    # Save
-
-    def snapshot(self) -> Snapshot:
-        """Return what a checkpoint holds of the run besides the adapter's state."""
-        seconds = self._pace.seconds if self.in_epoch else self.progress.seconds
-        return self.state.snapshot(seconds=seconds, callbacks=self._hooks.states)
-
-    def save_checkpoint(self, options: CheckpointOptions) -> None:
-        """Save the current state, once ranks hold equal weights; a collective call."""
-        if options not in self._savers:
-            self._savers[options] = RunCheckpoints(options, self._world)
-        self._due.add(self._savers[options])
-        self._save_due()
-
-    def _save_due(self) -> None:
-        """Save the checkpoints that are due, if ranks hold equal weights."""
-        while self._due.checkpoints and self._context.in_sync:
-            self._save(self._due.checkpoints[0])
-
-    def _save(self, checkpoints: RunCheckpoints) -> None:
-        self._due.saved(checkpoints)
-        if self.progress.step:  # an epoch's end has its own commit
-            self._commit()
-        checkpoints.save(self._adapter, self.snapshot())
-
-    def _save_and_wait(self) -> None:
-        """Save the current state to every folder of checkpoints, and wait until it is written."""
-        for each in self._fit.checkpoints:
-            self._save(each)
-            each.finish()
-
-    def _commit(self) -> None:
-        if self._commits is not None:
-            self._commits.commit(self.snapshot())
+        with agreement.everywhere(world=self._world, name="setup"):
+            for hook in fit.callbacks:
+                hook.on_setup(self._context)
+        with self.saver.hold(fit, before=self.state.run_id):
+            callback_states = self._begin(fit)
+            try:
+                with self.state.drawing_alike("on_fit_begin"):
+                    for hook in self._hooks:
+                        hook.on_fit_begin(self._context)
+                self._hooks.load_states(callback_states)
+                self.saver.commit()
+                self._run_epochs()
+                self._finish()
+            except BaseException:
+                streams.share(None)
+                self._adapter.abandon()
+                raise
+            finally:
+                self._hooks.close()
+            self._agree_to_end()  # a signal may have come while the run ended
 
     def _note(self, decision: str | None) -> None:
         """Log what the run has decided, and let callbacks show it."""
@@ -141,48 +114,32 @@ class Loop:
             self.decisions.append(decision)
             log.info("%s", decision)
 
-    # Begin and end
-
     def _begin(self, fit: Fit) -> list[Any]:
         """Begin a run, or resume it; return the states of callbacks in the checkpoint."""
         state, self._fit, self._hooks = self.state, fit, fit.callbacks
-        self._due, self._end = Due(), RunEnd(fit.budget, state, self._world)
-        found = self._restore()
-        for line in state.describe_generators(saves=fit.saves) if self._world.is_root else ():
-            log.warning("%s", line)
-        lines = self._resume_settings(found.get("settings"))
-        self._start_data(found.get("shares"))
-        self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
-        for each in fit.checkpoints:
-            self._savers[each.options] = each
-            each.claim(self._adapter)
-            each.saved_at = self.progress.global_step
-            if not self._is_finished:  # else nothing will be written
-                each.check_writable(self._adapter, state.run_id or fit.run)
-        self._adapter.start()
-        state.begin_streams(in_threads=fit.reads_in_threads)
-        self._describe(lines)
-        return list(found.get("callbacks", ()))
-
-    def _restore(self) -> dict[str, Any]:
-        """Restore the last commit of an elastic job, else a checkpoint; return its meta data, or {}."""
-        fit, state, lr_factor = self._fit, self.state, self._lr.factor
+        self._due.clear()
+        self._end = RunEnd(fit.budget, state, self._world)
         state.generators = fit.generators
-        commit = None if fit.commits is None else fit.commits.find(lr_factor=lr_factor)
-        state.restore(commit)
-        for each in fit.checkpoints if commit is None else ():
-            if fit.resume == "never":
-                each.set_aside()
-            else:
-                state.restore(each.restore(self._adapter, lr_factor=lr_factor))
+        state.restore(self.saver.restore(fit.resume, lr_factor=self._lr.factor))
         found = state.begin(fit.steps.source.facts, fit.run)
-        if found.get("is_others") and self._is_finished:
+        if found.get("is_others") and self._end.is_over:
             raise FolderInUseError(
                 f"Another Trainer of this script has trained the run in {state.resumed_from}, and nothing is left to "
                 f"train{fit.budget.describe()}. Give each Trainer a folder of its own; Trainer.load returns the other "
                 f"one's model. Received: the same folder on rank {self._world.rank}"
             )
-        return found
+        for line in state.describe_generators(saves=fit.saves) if self._world.is_root else ():
+            log.warning("%s", line)
+        lines = self._resume_settings(found.get("settings"))
+        self._start_steps(found.get("shares"))
+        self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
+        self.saver.begin(
+            state.run_id or fit.run, global_step=self.progress.global_step, will_write=not self._end.is_over
+        )
+        self._adapter.start()
+        state.begin_streams(in_threads=fit.reads_in_threads)
+        self._describe(lines)
+        return list(found.get("callbacks", ()))
 
     def _resume_settings(self, saved: list[dict[str, Any]] | None) -> list[str]:
         """Use the script's or the checkpoint's settings of the optimizer; return log lines on what differs."""
@@ -194,7 +151,7 @@ class Loop:
             self._lr.base = tuple(group["lr"] for group in settings.used)
         return lines
 
-    def _start_data(self, shares: list[int] | None) -> None:
+    def _start_steps(self, shares: list[int] | None) -> None:
         """Let the steps begin where the run resumes, with the checkpoint's shares."""
         steps, consumed, self._ahead = self._fit.steps, self.progress.consumed, 0
         if self.progress.step:
@@ -205,15 +162,10 @@ class Loop:
         steps.start(consumed, shares=shares, record=self.state.history.cutoffs)
         self.state.shares = steps.shares
 
-    @property
-    def _is_finished(self) -> bool:
-        """Whether the run had reached its end when it resumed."""
-        return self._end.is_spent and (not self.progress.step or self.state.part is not None)
-
     def _describe(self, settings: list[str]) -> None:
         """Log what is resumed, with these lines on the optimizer's settings, then the learning rate and the options."""
         fit, resumed = self._fit, self.state.describe_resume() + settings
-        if resumed and self._is_finished:
+        if resumed and self._end.is_over:
             resumed.append(f"nothing is left to train{fit.budget.describe()}")
         # A DataLoader has its own batch size; an iterable dataset need not have one.
         scale = self._lr.describe(
@@ -228,9 +180,9 @@ class Loop:
 
     def _finish(self) -> None:
         """Save the last checkpoint, call the callbacks, and return when everything is written."""
-        for each in self._fit.checkpoints:
+        for each in self.saver.folders:
             if each.options.every_epochs and each.saved_at != self.progress.global_step:
-                self._save(each)
+                self.saver.save(each)
             each.wait()
             self._note(each.describe_best())
         for hook in self._hooks:
@@ -239,8 +191,7 @@ class Loop:
         self._nan_policy.must_stop(fault, (), at="The last step")
         for hook in self._hooks:
             hook.on_fit_end(self._context)
-        for saver in self._savers.values():  # also of callbacks' own checkpoints
-            saver.finish()
+        self.saver.finish()
         self.state.end_streams()
 
     def _agree_to_end(self) -> None:
@@ -251,7 +202,7 @@ class Loop:
 
     def _exit(self) -> NoReturn:
         """Save the current state and end the process, on all ranks."""
-        self._save_and_wait()
+        self.saver.save_and_wait()
         if self._world.is_root:
             what = "nothing is saved without checkpoint_dir"
             if self._fit.checkpoints:
@@ -358,8 +309,8 @@ class Loop:
         logs |= validated or fit.validation.run(self._hooks, within_epoch=False)
         if state.ended is not None:  # save before callbacks end an epoch that a longer run resumes
             state.part = state.ended.meta["part"] = state.ended.meta["metrics"] = dict(logs)
-            for each in fit.checkpoints:
-                self._save(each)
+            for each in self.saver.folders:
+                self.saver.save(each)
         state.history.add(logs)
         self._nan_policy.epoch_taken(logs, epoch=epoch)
         if state.ended is None:
@@ -367,11 +318,11 @@ class Loop:
         with state.drawing_alike("on_epoch_end"):
             for hook in self._hooks:
                 hook.on_epoch_end(self._context, epoch, logs)
-        for each in fit.checkpoints:
+        for each in self.saver.folders:
             if each.options.is_due_after(epoch, logs) and state.ended is None:
                 self._due.add(each)
-        self._save_due()
-        self._commit()
+        self.saver.save_due()
+        self.saver.commit()
         self._agree_to_end()
         self._end.check_budget()
         return self._end.why is None
@@ -415,7 +366,7 @@ class Loop:
 
     def _stop_by_nan_policy(self) -> None:
         self._end.by_nan_policy()
-        self._save_and_wait()
+        self.saver.save_and_wait()
 
     def _end_step(self, step: int) -> None:
         """Call the callbacks, do what is due, and about once a second exchange a heartbeat."""
@@ -425,10 +376,10 @@ class Loop:
         for hook in self._hooks:
             hook.on_step_end(self._context, step)
         validated = self._validate_within_epoch()
-        for each in self._fit.checkpoints:
+        for each in self.saver.folders:
             if each.options.is_due(self.progress.global_step, validated):
                 self._due.add(each)
-        self._save_due()
+        self.saver.save_due()
         self._end.check_budget()
         if not self._pace.has_report:
             self._exchange(postponed=self._adapter.in_flight or self._fit.steps.was_cut)
@@ -459,7 +410,8 @@ class Loop:
 
     def _exchange(self, *, postponed: bool = False) -> None:
         """Count a step; if a heartbeat is due, learn from it whether the run ends, and whether a stop is due."""
-        stop = preemption.requested() is not None or (self._commits is not None and self._commits.hosts_have_changed)
+        commits = self._fit.commits
+        stop = preemption.requested() is not None or (commits is not None and commits.hosts_have_changed)
         spent_s = self._end.spent_s(self._pace.seconds)
         report = self._pace.beat(stop, spent_s=spent_s, limit_s=self._end.limit_s, postponed=postponed)
         if report is not None:
@@ -468,11 +420,11 @@ class Loop:
 
     def _stop_on_request(self) -> None:
         """Exit; if only the hosts of an elastic job have changed, commit and begin the next round."""
-        requested = preemption.requested() is not None
-        if self._commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
+        commits, requested = self._fit.commits, preemption.requested() is not None
+        if commits is None or self._world.allreduce(np.array([requested], np.int32), "max", name="stop")[0]:
             self._exit()
-        self._commit()
-        self._commits.begin_next_round()
+        self.saver.commit()
+        commits.begin_next_round()
 
     def _end_interval(self) -> None:
         """After a heartbeat, tell the steps and the callbacks of the interval that it ends."""

@@ -39,6 +39,11 @@ class RunEnd:
         progress = self._state.progress
         return self._budget.is_spent(progress, seconds=self._state.history.seconds + progress.seconds)
 
+    @property
+    def is_over(self) -> bool:
+        """True if a run that resumes had come to its end, and has nothing left to take or to report."""
+        return self.is_spent and (not self._state.progress.step or self._state.part is not None)
+
     def check_budget(self) -> None:
         """End the run if it has come to one of the limits."""
         if self.is_spent:

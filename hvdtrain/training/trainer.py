@@ -303,44 +303,39 @@ class Trainer:
         check_end(source.facts, budget)
         if world.is_root and budget.epochs != 1:
             warn_of_stale_epochs(train.data if isinstance(train, Sharded) else train)
-        steps: Steps
         of_steps: dict[str, Any] = {"world": world, "accumulate": self._config["accumulate"]}
+        steps: Steps
         if self._cutoff is None:
             shares = None if balance is None else Balance(balance, source, size=world.size)
             steps = OrdinarySteps(source, balance=shares, **of_steps)
         else:
             steps = CutoffPlan(self._cutoff, source, **of_steps)
-        if balance is not None and self._adapter.couples_samples and world.is_root:
-            log.warning(
-                "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
-                "shares. With SyncBatchNorm, or a normalization of single samples, it does not."
-            )
+        if balance is not None:
+            self._warn_of_shares()
         sources = {
             name: as_source(each, **of_rank, what=f"validation data {name!r}" if name else "validation data")
             for name, each in sets.items()
         }
-        self._fit_config = {**limits, "batch_size": int(batch_size), "data": source.facts}
-        self._fit_config["arguments"] = script_arguments()
+        facts = {"batch_size": int(batch_size), "data": source.facts, "arguments": script_arguments()}
+        self._fit_config = {**limits, **facts}
         self._budget, self.epochs, self.steps_per_epoch = budget, budget.epochs, self._steps_per_epoch(source.steps)
         self._lr.check(self.steps_per_epoch)
         self.hosts, run = agree_on_run(world)
-        with agreement.everywhere(world=world, name="setup"):
-            for hook in hooks:
-                hook.on_setup(self)
-        with checkpointing.held(checkpoints, self._adapter, run, before=self.run, world=world) as folders:
-            fit = Fit(
-                run=run,
-                steps=steps,
-                validation=Validation(self._adapter, self, sources, validate_every, source.generators),
-                budget=budget,
-                callbacks=hooks,
-                checkpoints=folders,
-                resume=resume,
-                override=override,
-                commits=commits,
-                notes=self._describe_strategy(),
+        validates = Validation(self._adapter, self, sources, validate_every, source.generators)
+        self._loop.run(
+            Fit(
+                run=run, steps=steps, validation=validates, budget=budget, callbacks=hooks, checkpoints=checkpoints,
+                resume=resume, override=override, commits=commits, notes=self._describe_strategy(),
             )
-            self._loop.run(fit)
+        )  # fmt: skip
+
+    def _warn_of_shares(self) -> None:
+        """Warn on the root if a step depends on how ranks divide its samples."""
+        if self._adapter.couples_samples and self.world.is_root:
+            log.warning(
+                "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
+                "shares. With SyncBatchNorm, or a normalization of single samples, it does not."
+            )
 
     def _describe_strategy(self) -> list[str]:
         """Return log lines on what the options of `sync` mean for this fit."""
@@ -515,6 +510,11 @@ class Trainer:
         return self._loop.in_epoch
 
     @property
+    def shares(self) -> list[int] | None:
+        """Samples of a whole step by rank, with `balance`; None for equal parts."""
+        return self._loop.state.shares
+
+    @property
     def step_taken(self) -> bool:
         """False if the last step was left out, by nan_policy="skip" or by loss scaling; equal on all ranks."""
         return self._adapter.step_taken
@@ -526,7 +526,7 @@ class Trainer:
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
-        self._loop.save_checkpoint(options)
+        self._loop.saver.save_when_equal(options)
 
     def state(self, *, copy: bool = True) -> State:
         """Return weights and optimizer state; without a copy, as arrays that the next step may change.

@@ -90,7 +90,7 @@ class Watch(Callback):
         self._rows.read.clear()  # what ranks compared
 
     def on_step_end(self, trainer, step):
-        self.shares.append(trainer._loop.state.shares)
+        self.shares.append(trainer.shares)
         self.read = list(self._rows.read)
 
 
