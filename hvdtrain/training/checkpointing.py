@@ -45,7 +45,7 @@ _users: dict[str, weakref.ref[Adapter]] = {}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds besides `Adapter.state`."""
+    """The part of a checkpoint that is not `Adapter.state`."""
 
     arrays: Arrays  # this rank's own state, named as in `rank_state`
     meta: dict[str, Any]  # the run's progress, history and options, as JSON
@@ -87,7 +87,7 @@ class RunCheckpoints:
 
     def check_writable(self, adapter: Adapter, run: RunId) -> None:
         """Check that a checkpoint can be written, before training begins; a collective call."""
-        # State that the first step creates is not counted: a disk that is large enough is never refused.
+        # The first step may create more state. Without it the number is too small, so no large disk is refused.
         state = _state_if_built(adapter)
 
         def check() -> None:
@@ -351,7 +351,9 @@ def unpack(contents: Contents) -> State:
 def pack(
     state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, copy: bool, built: dict[str, str] | None = None
 ) -> Contents:
-    """Return what a checkpoint holds; `ranks` as `rank_state.gather` returns it, copied if training continues.
+    """Return the contents of a checkpoint, copied if training continues.
+
+    `ranks` is the result of `rank_state.gather`.
 
     Frozen weights are left out as long as they are what the script has `built`.
     """

@@ -25,7 +25,7 @@ class FitState(elastic.State):
 
     @property
     def hosts_have_changed(self) -> bool:
-        """Whether the driver has reported a change of hosts. It reports to rank 0 only."""
+        """True if the driver has reported a change of hosts. It reports to rank 0 only."""
         return not self._host_messages.empty()
 
     def commit(self, snapshot: Snapshot) -> None:

@@ -31,7 +31,7 @@ class LearningRate:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the user's rates never change."""
+        """True if the user's rates never change."""
         return self.factor == 1.0 and not self._warmup_epochs
 
     def check(self, steps_per_epoch: int | None) -> None:

@@ -67,7 +67,7 @@ class Loop:
 
     @property
     def progress(self) -> RunProgress:
-        """How far the run has come."""
+        """The place that the run has come to."""
         return self.state.progress
 
     def stop(self, *, within_epoch: bool) -> None:
@@ -409,7 +409,7 @@ class Loop:
             self._exchange()
 
     def _exchange(self, *, postponed: bool = False) -> None:
-        """Count a step; if a heartbeat is due, learn from it whether the run ends, and whether a stop is due."""
+        """Count a step; if a heartbeat is due, exchange it: it may end the run, or say that a stop is due."""
         commits = self._fit.commits
         stop = preemption.requested() is not None or (commits is not None and commits.hosts_have_changed)
         spent_s = self._end.spent_s(self._pace.seconds)

@@ -1,4 +1,4 @@
-"""What to do about a gradient that is not finite."""
+"""The policies for a gradient that is not finite."""
 
 from __future__ import annotations
 

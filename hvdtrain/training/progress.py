@@ -1,4 +1,4 @@
-"""Which run this is, how far it has come, and how far it may go."""
+"""The identity, the progress and the limits of a run, and its history."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Budget:
 
 @dataclass
 class RunProgress:
-    """How far a run has come."""
+    """The place that a run has come to."""
 
     epoch: int = 0  # epochs done, and so the number of the current one
     step: int = 0  # optimizer steps done of the current epoch, with any number of ranks

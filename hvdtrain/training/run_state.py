@@ -1,4 +1,4 @@
-"""What a run's checkpoints and commits hold besides `Adapter.state`, and how a run resumes from it."""
+"""The state of a run besides `Adapter.state`: checkpoints and commits hold it, and a run resumes from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.training.validation import load_rank_state
 
 
 class RunState:
-    """How far a run has come, and this rank's random states, with which it resumes.
+    """The progress and history of a run, and this rank's random states.
 
     Attributes:
         run_id: of the current or last fit.

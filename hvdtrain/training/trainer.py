@@ -506,7 +506,7 @@ class Trainer:
 
     @property
     def in_epoch(self) -> bool:
-        """Whether steps of the current epoch are left: a validation comes within epochs and at their ends."""
+        """True if steps of the current epoch are left: a validation comes within epochs and at their ends."""
         return self._loop.in_epoch
 
     @property
@@ -521,7 +521,7 @@ class Trainer:
 
     @property
     def in_sync(self) -> bool:
-        """Whether ranks hold equal weights: always, but between two synchronizations of a strategy (`sync`)."""
+        """True if ranks hold equal weights: always, except between two synchronizations of a strategy (`sync`)."""
         return self._adapter.in_sync
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:

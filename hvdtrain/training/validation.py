@@ -39,7 +39,7 @@ class Validation:
                 found = evaluate(self.adapter, self.context, source, hooks)
             prefix = f"val_{name}_" if name else "val_"
             named = {prefix + metric: value for metric, value in found.items()}
-            # First those that give the model its weights back: others may read them, or restore the best ones.
+            # A callback that gives the model its weights back comes first: others may read or restore weights.
             for hook in sorted(hooks, key=lambda each: not each.swaps_weights):
                 hook.on_validation_end(self.context, named)
             logs |= named
