@@ -487,9 +487,9 @@ DEFECTS = (
     ),
     Defect(
         "balance: all ranks take a step's first samples",
-        "hvdtrain/data/sources.py",
-        "whole[first + parts[rank] : first + parts[rank + 1]]",
-        "whole[first : first + parts[rank + 1] - parts[rank]]",
+        "hvdtrain/data/plan.py",
+        "first, last = ends[self._rank : self._rank + 2]",
+        "last = first + ends[self._rank + 1] - ends[self._rank]",
         unit("sync/test_balance.py"),
     ),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.sharding import Indices, Shard
+from hvdtrain.data.sharding import Indices
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,6 @@ class Assignment:
     @cached_property
     def _left(self) -> Indices:
         return np.array(self.left, np.int64)  # once: there may be millions
-
-    def batches(
-        self, at: Callable[[Indices], Indices], num_samples: int, *, rank: int, batch_size: int
-    ) -> Iterator[tuple[int, Indices]]:
-        """Yield the batches that a rank has left: the first sample's position, and the samples.
-
-        Args:
-            at: the epoch's order, from positions to samples.
-            num_samples: of the epoch.
-            rank: whose batches.
-            batch_size: samples of a batch; the last one may have fewer.
-        """
-        part = range(rank, self.total(num_samples), self.size)
-        mine = Shard(lambda places: at(self.positions(places)), part)
-        for first in range(self.taken[rank], len(part), batch_size):
-            (position,) = self.positions(np.array(part[first : first + 1])).tolist()
-            yield position, mine[first : first + batch_size]
 
     def take(self, samples: Sequence[int]) -> Assignment:
         """Return the assignment after each rank has taken so many samples more."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import islice, pairwise
+from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,6 +31,7 @@ from hvdtrain.data.contents import (
     subsets,
 )
 from hvdtrain.data.generators import Generators, generators_of
+from hvdtrain.data.plan import Part, Plan
 from hvdtrain.data.trees import (
     are_arrays,
     as_array,
@@ -166,9 +167,6 @@ class Sharded:
     data: Any
 
 
-_newest_shards = lru_cache(maxsize=8)(sharding.shard)  # of training, validation, fillers and a prefetched epoch
-
-
 class IndexedSource:
     """Samples that can be read by index."""
 
@@ -178,22 +176,17 @@ class IndexedSource:
     def __init__(self, num_samples: int, fetch: Fetch, *, batch_size: int, world: World, seed: int) -> None:
         if num_samples == 0:
             raise NoSamples("a dataset of length 0")
-        self._num_samples = num_samples
-        self._fetch = fetch
-        self._batch_size = batch_size
-        self._world = world
-        self._seed = seed
+        self._num_samples, self._fetch, self._seed = num_samples, fetch, seed
+        self._of_rank: dict[str, Any] = {"batch_size": batch_size, "rank": world.rank, "size": world.size}
+        self._newest: tuple[int, Plan] | None = None  # the epoch, in equal parts, that `batch` has read last
         self.generators = Generators({})
         self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size, "seed": seed}
-        self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
+        self.steps: int | None = len(self._plan(0, False))
 
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches by index arithmetic: without communication, and without time for samples that are done."""
-        if after.assignment is not None:
-            return self._own_part(epoch, after.assignment)
-        left = self._num_samples - after.samples
-        steps = sharding.steps_per_epoch(left, batch_size=self._batch_size, size=self._world.size)
-        return map(partial(self.batch, epoch, shuffle=shuffle, start=after.samples), range(steps))
+        plan = self._plan(epoch, shuffle, after.samples, shares=self.shares, assignment=after.assignment)
+        return map(partial(self._batch, self._plan(epoch, shuffle)), plan)
 
     def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
         """Return batches of the rest of a shuffled epoch."""
@@ -203,45 +196,26 @@ class IndexedSource:
         """Return batches of all samples."""
         return self.epoch(0, shuffle=False)
 
-    def _own_part(self, epoch: int, assignment: Assignment) -> Iterator[Batch]:
-        order = sharding.EpochOrder(self._num_samples, epoch=epoch, seed=self._seed)
-        how = {"rank": self._world.rank, "batch_size": self._batch_size}
-        for _, indices in assignment.batches(order.at, self._num_samples, **how):
-            item = self._fetch(indices)
-            count = len(indices)
-            yield Batch(*unpack(item), local_count=count, global_count=count, indices=indices, item=item)
-
     def example(self, epoch: int) -> Batch | None:
         """Return the epoch's first batch."""
-        return self.batch(epoch, 0, shuffle=True)
+        return next(self.epoch(epoch, shuffle=True))
 
-    def batch(self, epoch: int, step: int, *, shuffle: bool, start: int = 0) -> Batch:
-        """Return this rank's batch of a step, in O(batch_size); steps count from the epoch's first `start` samples."""
-        left, size = self._num_samples - start, self._world.size
-        held = sharding.samples_in_step(step, left, batch_size=self._batch_size, size=size)
-        largest = None
-        if self.shares is None:
-            mine = self._shard(epoch, shuffle, start)
-            indices = mine[step * self._batch_size : (step + 1) * self._batch_size]
-        else:
-            parts = sharding.divide(held, self.shares)
-            first, rank = start + step * self._batch_size * size, self._world.rank
-            whole = _newest_shards(self._num_samples, rank=0, size=1, seed=self._seed, epoch=epoch, shuffle=shuffle)
-            indices = whole[first + parts[rank] : first + parts[rank + 1]]
-            largest = max(b - a for a, b in pairwise(parts))
-        chosen = indices if len(indices) else self._filler(epoch, shuffle)
-        item = self._fetch(chosen)
-        counts = {"local_count": len(indices), "global_count": held, "largest": largest}
-        return Batch(*unpack(item), **counts, indices=indices, item=item)  # type: ignore[arg-type]
+    def batch(self, epoch: int, step: int) -> Batch:
+        """Return this rank's batch of a step of a shuffled epoch, in equal parts, in O(batch_size)."""
+        newest = self._newest  # one object because of threads
+        if newest is None or newest[0] != epoch:
+            self._newest = newest = (epoch, self._plan(epoch, True))
+        return self._batch(newest[1], newest[1][step])
 
-    def _filler(self, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-        """Return this rank's first samples of the whole epoch; if it has none, any sample."""
-        first = self._shard(epoch, shuffle, 0)[: self._batch_size]
-        return first if len(first) else np.zeros(1, np.int64)
+    def _batch(self, whole: Plan, part: Part) -> Batch:
+        """Read a part; a rank without samples reads its first part of the whole epoch, or else any sample."""
+        indices = part.indices if len(part.indices) else whole[0].indices
+        item = self._fetch(indices if len(indices) else np.zeros(1, np.int64))
+        return Batch(*unpack(item), len(part.indices), part.global_count, part.indices, item=item, largest=part.largest)
 
-    def _shard(self, epoch: int, shuffle: bool, start: int) -> sharding.Shard:
-        where = {"rank": self._world.rank, "size": self._world.size, "seed": self._seed}
-        return _newest_shards(self._num_samples, **where, epoch=epoch, shuffle=shuffle, start=start)
+    def _plan(self, epoch: int, shuffle: bool, start: int = 0, **division: Any) -> Plan:
+        order = sharding.EpochOrder(self._num_samples, epoch=epoch, seed=self._seed, shuffle=shuffle)
+        return Plan(order.at, self._num_samples, start=start, **self._of_rank, **division)
 
 
 class ArraySource(IndexedSource):

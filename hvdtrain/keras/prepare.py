@@ -98,7 +98,7 @@ class PreparedData(keras.utils.PyDataset):
 
     def batch(self, epoch: int, step: int) -> tuple[Any, Any, Any]:
         """Return this rank's (inputs, targets, sample_weight) of one step."""
-        batch = self._source.batch(epoch, step, shuffle=True)
+        batch = self._source.batch(epoch, step)
         weight = batch.local_count * self._world.size / batch.global_count
         given = batch.sample_weight
         given = np.ones(num_rows(batch.inputs), np.float32) if given is None else np.asarray(given)

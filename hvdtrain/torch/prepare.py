@@ -99,15 +99,15 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        filler, size = None, self._world.size
+        size = self._world.size
         weights = ShortBatches.of(self._model, self._world.rank) if size > 1 else None  # one process has no weights
         if weights is not None:
             weights.restart(id(self))
-        for index, (item, count, held) in enumerate(self._source.items(epoch), start=1):
-            self.count = count
-            if item is None:  # this rank has no samples in this step; it repeats a batch, or takes the first sample
-                item = filler if filler is not None else self._loader.collate_fn([self._loader.dataset[0]])
-            filler = item
+        for index, batch in enumerate(self._source.epoch(epoch, shuffle=True), start=1):
+            self.count = count = batch.local_count
+            item, held = batch.item, batch.global_count
+            if item is None:  # this rank has no samples in the epoch; it takes the first sample
+                item = self._loader.collate_fn([self._loader.dataset[0]])
             if weights is not None:  # the last batch alone can be short: on all ranks, though some may hold as many
                 is_short = held < size * (self._loader.batch_size or 1)
                 how = {"is_short": is_short, "is_before": index == len(self) - 1}

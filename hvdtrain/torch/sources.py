@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
-from itertools import count, islice, pairwise
-from typing import Any, NamedTuple
+from itertools import count, islice, tee
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -21,9 +20,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.data import sharding
-from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.contents import Contents, subsets
 from hvdtrain.data.generators import Generators
+from hvdtrain.data.plan import Part, Plan
 from hvdtrain.data.sources import (
     NOTHING,
     Batch,
@@ -72,28 +71,24 @@ class ShardSampler(Sampler[int]):
                 raise ValueError("drop_last needs batch_size, in samples per rank. Received: batch_size=None")
             self.num_samples -= self._total % (batch_size * self._world.size)
         self.shuffle, self.seed = shuffle, seed
-        self._epoch, self.start = 0, 0
+        self._epoch, self._start = 0, 0
 
     def set_epoch(self, epoch: int, *, start: int = 0) -> None:
         """Choose the epoch whose order the next iteration has, and how many samples of it are done, over all ranks."""
-        self._epoch, self.start = epoch, start
+        self._epoch, self._start = epoch, start
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.shard())
-
-    def shard(self) -> sharding.Shard:
-        """Return the indices that the next iteration gives."""
         # What drop_last leaves out stands at the end of the order of all samples.
-        return sharding.Shard(self._order(), self._positions())
+        return iter(sharding.Shard(self.order(), self._positions()))
 
     def __len__(self) -> int:
         return len(self._positions())
 
     def _positions(self) -> range:
-        return range(self.start + self._world.rank, self.num_samples, self._world.size)
+        return range(self._start + self._world.rank, self.num_samples, self._world.size)
 
-    def _order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-        """Return the function from positions to samples."""
+    def order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return the function from positions in the epoch to samples."""
         return sharding.EpochOrder(self._total, epoch=self._epoch, seed=self.seed, shuffle=self.shuffle).at
 
 
@@ -111,7 +106,8 @@ class _SharedOrder(ShardSampler):
             self._sampler.set_epoch(epoch)
         self._drawn = self._world.broadcast(np.fromiter(self._sampler, np.int64, self._total), name="sampler")
 
-    def _order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    def order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return the function from positions in the epoch to samples."""
         return self._drawn.__getitem__
 
 
@@ -148,15 +144,10 @@ class LoaderSource:
         self._world, self._given = world, loader
         self.generators = Generators({})
         self._sampler = _shard_sampler(loader, world=world, seed=seed)
-        self._batch_size = int(loader.batch_size or 1)
-        self._seeded: SeededBatches | None = None
-        if loader.num_workers:
-            batches = BatchSampler(self._sampler, self._batch_size, drop_last=False)
-            self._seeded = SeededBatches(batches, loader)
-            self._loader = _like(loader, batch_sampler=self._seeded)
-        else:
-            self._loader = _like(loader, batch_size=self._batch_size, sampler=self._sampler)
-        num_samples, batch_size = self._sampler.num_samples, self._batch_size
+        self._batch_size = batch_size = int(loader.batch_size or 1)
+        self._batches = SeededBatches(loader)
+        self._loader = _like(loader, batch_sampler=self._batches)
+        num_samples = self._sampler.num_samples
         if not num_samples:
             raise ValueError(
                 f"drop_last leaves no samples. Received: {len(loader.dataset)} samples, batch_size={batch_size} "  # type: ignore[arg-type]
@@ -173,12 +164,17 @@ class LoaderSource:
 
     def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
         """Return batches of the rest of the epoch in the order that `epoch` has drawn."""
-        self._sampler.start = after.samples
-        if after.assignment is not None:
-            return self._uneven(_OwnBatches(self._sampler, self._batch_size, after.assignment, self._world), epoch)
-        if self.shares is not None:
-            return self._uneven(_DividedBatches(self._sampler, self._batch_size, self.shares, self._world), epoch)
-        return self._as_batches(self._items(epoch), self._sampler.shard(), after)
+        order, rank, size = self._sampler.order(), self._world.rank, self._world.size
+        how: dict[str, Any] = {"batch_size": self._batch_size, "rank": rank, "size": size, "shares": self.shares}
+        plan = Plan(order, self._sampler.num_samples, start=after.samples, assignment=after.assignment, **how)
+        parts, ahead = tee(plan)  # workers read ahead
+        batches = ((part.position, part.indices.tolist()) for part in ahead if len(part.indices))
+        self._batches.begin(batches, self._sampler.seed, epoch)
+        if not plan.is_equal:
+            loader = _like(self._loader, batch_sampler=self._batches)  # its workers end with the iteration
+            return self._fetch(parts, iter(loader), order(np.zeros(1, np.int64)).tolist())
+        before = order(np.array(range(rank, after.samples, size)[-self._batch_size :], np.int64)).tolist()
+        return self._fetch(parts, iter(self._loader), before or [0] * (after.samples > 0))
 
     def in_order(self) -> Iterator[Batch]:
         """Return batches of all samples: neither shuffled, nor with `drop_last`."""
@@ -191,62 +187,21 @@ class LoaderSource:
         plain = _like(self._given, batch_size=self._batch_size)
         return LoaderSource(plain, world=self._world, seed=self._sampler.seed).epoch(0, shuffle=False)
 
-    def _uneven(self, batches: _UnevenBatches, epoch: int) -> Iterator[Batch]:
-        """Return batches of any number of samples."""
-        order: Any = batches
-        if self._seeded is not None:
-            order = SeededBatches(batches, self._given)
-            order.begin((part.first for part in batches.parts() if part.indices), self._sampler.seed, epoch)
-        return self._yield_uneven(batches, iter(_like(self._loader, batch_sampler=order)))
-
-    def _yield_uneven(self, batches: _UnevenBatches, items: Iterator[Any]) -> Iterator[Batch]:
-        filler: Any = None
-        for part in batches.parts():
-            if part.indices:
-                filler = next(items)
-            elif filler is None:
-                filler = self._loader.collate_fn([self._loader.dataset[int(batches.any_sample())]])
-            counts = {"local_count": len(part.indices), "global_count": part.held, "largest": part.largest}
-            yield Batch(*unpack(filler), **counts, indices=np.array(part.indices, np.int64), item=filler)
-
     def example(self, epoch: int) -> Batch | None:
         """Return the epoch's first batch: the sampler knows epochs by their number."""
         return next(self.epoch(epoch, shuffle=True), None)
 
-    def _as_batches(
-        self, items: Iterator[tuple[Any, int, int]], mine: sharding.Shard, after: Consumed
-    ) -> Iterator[Batch]:
-        filler: Any = None
-        if after.samples and not len(mine):  # the batch before, as if the epoch had not been interrupted
-            self._sampler.start = 0
-            done = len(range(self._world.rank, after.samples, self._world.size))
-            rows = self._sampler.shard()[max(0, done - self._batch_size) : done].tolist() or [0]
-            with self.generators.aside():
-                filler = self._loader.collate_fn([self._loader.dataset[row] for row in rows])
-        for step, (item, local, held) in enumerate(items):
-            filler = item if item is not None else filler
-            first = step * self._batch_size
-            indices = mine[first : first + local]
-            yield Batch(*unpack(filler), local_count=local, global_count=held, indices=indices, item=filler)
-
-    def items(self, epoch: int) -> Iterator[tuple[Any, int, int]]:
-        """Return (what the loader yields, or None without samples left; samples of this rank; of all ranks)."""
-        self._sampler.set_epoch(epoch)
-        return self._items(epoch)
-
-    def _items(self, epoch: int) -> Iterator[tuple[Any, int, int]]:
-        start = self._sampler.start
-        if self._seeded is not None:
-            rank, size = self._world.rank, self._world.size
-            self._seeded.begin(count(start + rank, size * self._batch_size), self._sampler.seed, epoch)
-        return self._counted(iter(self._loader), self._sampler.num_samples - start)
-
-    def _counted(self, batches: Iterator[Any], left: int) -> Iterator[tuple[Any, int, int]]:
-        rank, size, batch_size = self._world.rank, self._world.size, self._batch_size
-        for step in range(sharding.steps_per_epoch(left, batch_size=batch_size, size=size)):
-            held = sharding.samples_in_step(step, left, batch_size=batch_size, size=size)
-            local = len(range(rank, left, size)[step * batch_size : (step + 1) * batch_size])
-            yield (self._next(batches) if local else None), local, held
+    def _fetch(self, parts: Iterator[Part], items: Iterator[Any], filler: list[int]) -> Iterator[Batch]:
+        """Read the parts; a rank that has had no samples yet reads those of `filler`, if there are any."""
+        item: Any = None
+        for part in parts:
+            if len(part.indices):
+                item = self._next(items)
+            elif item is None and filler:
+                with self.generators.aside():
+                    item = self._given.collate_fn([self._given.dataset[row] for row in filler])
+            counts = len(part.indices), part.global_count
+            yield Batch(*unpack(item), *counts, part.indices, item=item, largest=part.largest)
 
     def _next(self, batches: Iterator[Any]) -> Any:
         try:
@@ -286,13 +241,12 @@ def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: Wo
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     batches = world.broadcast_object([np.asarray(batch).tolist() for batch in sampler], name="batch_sampler")
-    mine: Any = batches[after.batches + world.rank :: world.size]
+    mine = batches[after.batches + world.rank :: world.size]
     counts = [len(rows) if isinstance(rows, list) else None for rows in mine]
-    if loader.num_workers:
-        mine = SeededBatches(mine, loader)
-        mine.begin(count(after.batches + world.rank, world.size), seed, epoch)
-    order = {"batch_sampler": mine} if loader.batch_sampler else {"batch_size": None, "sampler": mine}
-    return map(as_batch, iter(_like(loader, **order)), counts)
+    order = SeededBatches(loader)
+    order.begin(zip(count(after.batches + world.rank, world.size), mine, strict=False), seed, epoch)
+    how = {"batch_sampler": order} if loader.batch_sampler else {"batch_size": None, "sampler": order}
+    return map(as_batch, iter(_like(loader, **how)), counts)
 
 
 def _every_size_th(loader: DataLoader[Any], world: World) -> Start:
@@ -312,65 +266,3 @@ def _every_size_th(loader: DataLoader[Any], world: World) -> Start:
         return streams.draw_alike(rest, epoch=epoch, generators=[torchs])
 
     return start
-
-
-class _Part(NamedTuple):
-    """This rank's part of a step."""
-
-    first: int  # its first sample's place in the epoch's order
-    indices: list[int]
-    held: int  # samples of all ranks
-    largest: int  # samples of the rank that has most
-
-
-class _UnevenBatches:
-    """A batch sampler whose batches have any number of samples."""
-
-    def __init__(self, sampler: ShardSampler, batch_size: int, world: World) -> None:
-        self._sampler, self._batch_size, self._world = sampler, batch_size, world
-
-    def parts(self) -> Iterator[_Part]:
-        """Yield this rank's part of each step that is left, also empty ones."""
-        raise NotImplementedError
-
-    def any_sample(self) -> int:
-        """Return the index of some sample."""
-        return int(self._sampler._order()(np.zeros(1, np.int64))[0])
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (part.indices for part in self.parts() if part.indices)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _DividedBatches(_UnevenBatches):
-    """Divides each step's samples by the ranks' shares; it begins at the sampler's `start`."""
-
-    def __init__(self, sampler: ShardSampler, batch_size: int, shares: Sequence[int], world: World) -> None:
-        super().__init__(sampler, batch_size, world)
-        self._shares = shares
-
-    def parts(self) -> Iterator[_Part]:
-        """Yield this rank's part of each step that is left, also empty ones."""
-        at, step, rank = self._sampler._order(), self._batch_size * self._world.size, self._world.rank
-        for begin in range(self._sampler.start, self._sampler.num_samples, step):
-            held = min(step, self._sampler.num_samples - begin)
-            ends = sharding.divide(held, self._shares)
-            first, last = begin + ends[rank], begin + ends[rank + 1]
-            largest = max(b - a for a, b in pairwise(ends))
-            yield _Part(first, at(np.arange(first, last, dtype=np.int64)).tolist(), held, largest)
-
-
-class _OwnBatches(_UnevenBatches):
-    """The batches that this rank has left of its own part."""
-
-    def __init__(self, sampler: ShardSampler, batch_size: int, assignment: Assignment, world: World) -> None:
-        super().__init__(sampler, batch_size, world)
-        self._assignment = assignment
-
-    def parts(self) -> Iterator[_Part]:
-        """Yield them."""
-        where = {"rank": self._world.rank, "batch_size": self._batch_size}
-        for first, indices in self._assignment.batches(self._sampler._order(), self._sampler.num_samples, **where):
-            yield _Part(first, indices.tolist(), len(indices), len(indices))

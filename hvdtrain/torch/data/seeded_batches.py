@@ -21,25 +21,29 @@ class BatchRequest(NamedTuple):
 
 
 class SeededBatches:
-    """A DataLoader's (batch) sampler that seeds each batch by its place: a resumed run draws the same numbers."""
+    """A DataLoader's (batch) sampler; workers seed each batch by its place, so a resumed run draws the same numbers.
 
-    def __init__(self, batches: Iterable[Any], loader: DataLoader[Any]) -> None:
-        self.dataset: Any = SeededDataset(loader.dataset, loader.collate_fn)
-        self._batches = batches
+    Attributes:
+        dataset: what a DataLoader with this sampler reads.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._has_workers = loader.num_workers > 0
+        seeded = self._has_workers
+        self.dataset: Any = SeededDataset(loader.dataset, loader.collate_fn) if seeded else loader.dataset
+        self._batches: Iterable[tuple[int, Any]] = ()
         self._seeds: tuple[int, ...] = ()
-        self._positions: Iterator[int] = iter(())
 
-    def begin(self, positions: Iterator[int], *seeds: int) -> None:
-        """Choose the seeds of the epoch, and the places of the next iteration's batches among those of all ranks."""
+    def begin(self, batches: Iterable[tuple[int, Any]], *seeds: int) -> None:
+        """Choose the next iteration's batches, each after its place among those of all ranks, and the epoch's seeds."""
         # Who seeds torch otherwise is to draw otherwise. A checkpoint holds this number.
-        self._seeds, self._positions = (torch.initial_seed(), *seeds), positions
+        self._batches, self._seeds = batches, (torch.initial_seed(), *seeds)
 
-    def __iter__(self) -> Iterator[BatchRequest]:
+    def __iter__(self) -> Iterator[Any]:
         seeds = self._seeds
-        return (BatchRequest((*seeds, at), batch) for at, batch in zip(self._positions, self._batches, strict=False))
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        if not self._has_workers:
+            return (indices for _, indices in self._batches)
+        return (BatchRequest((*seeds, place), indices) for place, indices in self._batches)
 
 
 class SeededDataset:

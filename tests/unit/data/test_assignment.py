@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.data import sharding
 from hvdtrain.data.assignment import Assignment
+from hvdtrain.data.plan import Plan
 
 BATCH = 3
 
@@ -20,10 +21,14 @@ def identity(positions):
     return positions
 
 
+def parts(assignment, num_samples, rank, order=identity):
+    """Return what a rank has left."""
+    return Plan(order, num_samples, batch_size=BATCH, rank=rank, size=assignment.size, assignment=assignment)
+
+
 def read(assignment, num_samples, rank):
     """Return the samples that a rank has left."""
-    batches = assignment.batches(identity, num_samples, rank=rank, batch_size=BATCH)
-    return [sample for _, batch in batches for sample in batch.tolist()]
+    return [sample for part in parts(assignment, num_samples, rank) for sample in part.indices.tolist()]
 
 
 @given(n=st.integers(1, 200), size=st.integers(1, 5), start=st.integers(0, 20))
@@ -54,10 +59,10 @@ def test_what_was_left_over_comes_first_and_the_rest_is_not_listed():
     assert read(assignment, 100, 0)[:3] == [7, 16, 20]
 
 
-def test_the_position_of_a_batch_is_that_of_its_first_sample():
+def test_the_position_of_a_part_is_that_of_its_first_sample():
     order = np.random.default_rng(0).permutation(20)
-    batches = list(Assignment((3, 0), left=(1, 2), start=4).batches(order.__getitem__, 20, rank=0, batch_size=BATCH))
-    assert [order[first] for first, _ in batches] == [batch[0] for _, batch in batches]
+    found = list(parts(Assignment((3, 0), left=(1, 2), start=4), 20, 0, order.__getitem__))
+    assert [order[part.position] for part in found] == [part.indices[0] for part in found]
 
 
 @pytest.mark.parametrize("left", [(), (0, 2)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from hvdtrain.data.sources import Batch
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.prepare import PreparedLoader
 
@@ -19,10 +20,9 @@ class Steps:
     def __init__(self, mine=1):
         self.steps, self._mine = 3, mine
 
-    def items(self, epoch):
-        return iter(
-            [([torch.ones(4, 2)], 4, 8), ([torch.ones(4, 2)], 4, 8), ([torch.ones(self._mine, 2)], self._mine, 3)]
-        )
+    def epoch(self, epoch, *, shuffle):
+        counts = [(4, 8), (4, 8), (self._mine, 3)]
+        return (Batch(item=[torch.ones(mine, 2)], local_count=mine, global_count=held) for mine, held in counts)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hvdtrain
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.sources import Consumed, as_source
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.torch.sources import ShardSampler
 
@@ -62,6 +62,43 @@ def test_a_sampler_that_shards_itself_is_refused_with_the_way_out(hvd):
 def test_dropping_everything_is_an_error():
     with pytest.raises(ValueError, match="drop_last leaves no samples"):
         seen(DataLoader(ROWS, batch_size=6, drop_last=True), size=2)
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Rows that draw from a generator of their own."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return ROWS[index][0] + torch.rand(1, generator=self.generator)
+
+
+@pytest.mark.parametrize(("rank", "shares", "done", "steps"), [(1, None, 10, 0), (1, None, 9, 1), (0, [7, 1], 9, 1)])
+def test_a_rank_that_has_nothing_left_after_a_resume_leaves_the_datas_generators(rank, shares, done, steps):
+    data = Drawing()
+    source = as_source(DataLoader(data, batch_size=4), batch_size=4, world=FakeWorld(rank, 2), seed=0)
+    source.shares, before = shares, data.generator.get_state()
+    taken = list(source.epoch(0, shuffle=True, after=Consumed(done, 3, 3)))
+    assert [batch.local_count for batch in taken] == [0] * steps
+    assert torch.equal(data.generator.get_state(), before)
+
+
+def test_an_epoch_that_is_done_reads_no_sample():
+    class Counted(Drawing):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return super().__getitem__(index)
+
+    data = Counted()
+    source = as_source(DataLoader(data, batch_size=4), batch_size=4, world=FakeWorld(0, 1), seed=0)
+    assert list(source.epoch(0, shuffle=True, after=Consumed(10, 3, 1))) == []
+    assert data.reads == 0
 
 
 def test_leaving_a_prepared_loop_leaves_no_hooks_behind():

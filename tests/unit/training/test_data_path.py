@@ -48,5 +48,5 @@ def test_arrays_pass_through_nine_functions_to_the_first_step(make):
         sys.setprofile(None)
     names = [name.rpartition(".")[2] for name in passed]
     assert sorted(names) == sorted(
-        ["fit", "_fit_round", "as_source", "_read", "__init__", "epoch", "batch", "_take_steps", "train_step"]
+        ["fit", "_fit_round", "as_source", "_read", "__init__", "epoch", "_batch", "_take_steps", "train_step"]
     )
