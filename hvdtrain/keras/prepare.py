@@ -10,7 +10,8 @@ import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
-from hvdtrain.data.sources import IndexedSource, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import IndexedSource
 from hvdtrain.data.trees import num_rows, tree_map
 from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World

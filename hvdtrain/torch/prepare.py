@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hvdtrain.torch as hvd
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.reading import as_source
 from hvdtrain.data.trees import tree_map
 from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import streams

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter
-from hvdtrain.data.sources import OrderedSource, Source, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import OrderedSource, Source
 from hvdtrain.data.trees import leaves, tree_map
 from hvdtrain.distributed import agreement
 from hvdtrain.distributed.world import SoloWorld, World

@@ -12,7 +12,8 @@ import numpy as np
 from hvdtrain.adapter import Adapter, Options, State, framework_of
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
 from hvdtrain.callbacks.run_folder import RunFolder
-from hvdtrain.data.sources import Sharded, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import Sharded
 from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.world import World, init_if_missing

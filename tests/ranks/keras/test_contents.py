@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.reading import as_source
 from hvdtrain.distributed import world
 from hvdtrain.errors import DesyncError
 

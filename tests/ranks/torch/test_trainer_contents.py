@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, random_split
 
 import hvdtrain
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.reading import as_source
 from hvdtrain.errors import DesyncError
 
 pytestmark = pytest.mark.world_size(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.reading import as_source
 
 BATCH = 3
 

@@ -218,6 +218,6 @@ def check_random_orders(seen_by_all, *, num_samples):
 
 def prepare_arrays(net, x, y):
     # torch takes loaders, whose samples are not looked at; as the map-style dataset that they are, arrays are.
-    from hvdtrain.data.sources import as_source
+    from hvdtrain.data.reading import as_source
 
     return as_source((x, y), batch_size=4, world=hvdtrain.init())

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.torch_tasks import Task  # noqa: E402
-from hvdtrain.data.sources import as_source  # noqa: E402
+from hvdtrain.data.reading import as_source  # noqa: E402
 from hvdtrain.distributed.world import SoloWorld  # noqa: E402
 
 

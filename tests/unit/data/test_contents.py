@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.data.contents import compare, leaves_of, some_rows, subsets
 from hvdtrain.data.generators import Generators
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.reading import as_source
 from hvdtrain.distributed.world import SoloWorld
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.data.sources import IteratedSource, Sharded, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import IteratedSource, Sharded
 from hvdtrain.data.trees import collate, unpack
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import DesyncError

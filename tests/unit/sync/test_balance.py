@@ -9,7 +9,8 @@ import pytest
 from fake_world import FakeWorld
 
 from hvdtrain.data import sharding
-from hvdtrain.data.sources import Consumed, IteratedSource, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import Consumed, IteratedSource
 from hvdtrain.sync.balance import Balance, as_given, by_speed, check_balance
 from hvdtrain.telemetry.interval import RankTimes
 

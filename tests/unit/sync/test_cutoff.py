@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.sources import Consumed, IteratedSource, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import Consumed, IteratedSource
 from hvdtrain.sync.cutoff import CutoffPlan, check_cutoff
 
 BATCH, ACCUMULATE = 3, 4

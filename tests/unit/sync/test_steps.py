@@ -7,7 +7,8 @@ import pytest
 from fake_world import FakeWorld
 
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.sources import Consumed, IteratedSource, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import Consumed, IteratedSource
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import CheckpointError
 from hvdtrain.sync.balance import Balance

@@ -18,7 +18,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hvdtrain.data.sources import Consumed, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import Consumed
 from hvdtrain.distributed.world import SoloWorld
 
 

@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hvdtrain
-from hvdtrain.data.sources import Consumed, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import Consumed
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.torch.sources import ShardSampler
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.data.sources import Consumed, IndexedSource, IteratedSource, Sharded, as_source
+from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import Consumed, IndexedSource, IteratedSource, Sharded
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import HvdTrainError
 

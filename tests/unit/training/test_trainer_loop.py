@@ -14,7 +14,7 @@ import torch
 import hvdtrain
 from hvdtrain.callbacks import Callback, EarlyStopping
 from hvdtrain.checkpoint.store import Store
-from hvdtrain.data.sources import as_source
+from hvdtrain.data.reading import as_source
 from hvdtrain.distributed import elastic, world
 from hvdtrain.training import preemption
 
