@@ -69,17 +69,19 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
     """Return all ranks' values as {"<rank>/<name>": array} on the root, and nothing on the others; a collective.
 
     With `everywhere`, all ranks get them. Values "mean.x" and "max.x" that are equal on all ranks are included once, as
-    rank 0's, because masks and tables of models are buffers too.
+    rank 0's, because masks and tables of models are buffers too. The root's own arrays are returned as they are.
     """
     names = sorted(name for name in mine if name.startswith(_SHARED))
     same = checksums.equal_on_ranks((mine[name] for name in names), world=world, name="rank_state.hashes")
     if not world.is_root:
         equal = {name for name, is_same in zip(names, same, strict=True) if is_same}
         mine = {name: array for name, array in mine.items() if name not in equal}
-    parts = world.allgather_bytes(_pack(mine), name="rank_state")
+    is_own = world.is_root and not everywhere  # then the others need not receive them
+    parts = world.allgather_bytes(b"" if is_own else _pack(mine), name="rank_state")
     if not (world.is_root or everywhere):
         return {}
-    return {f"{rank}/{name}": array for rank, part in enumerate(parts) for name, array in _unpack(part).items()}
+    ranks = [mine if is_own and rank == world.rank else _unpack(part) for rank, part in enumerate(parts)]
+    return {f"{rank}/{name}": array for rank, arrays in enumerate(ranks) for name, array in arrays.items()}
 
 
 def scatter(saved: Arrays, *, world: World) -> Arrays:

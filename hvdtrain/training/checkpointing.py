@@ -361,7 +361,7 @@ def pack(
     left_out: dict[str, tuple[NDArray[Any], str]] = {}
     for name, array in state.arrays.items():
         file, _, key = name.partition(".")
-        value = np.array(array) if copy else np.asarray(array)
+        value = np.array(array, order="C") if copy else np.asarray(array)  # as it is written, not to be copied again
         if name in state.frozen and built and name in built:
             left_out[key] = value, built[name]
         else:

@@ -80,5 +80,17 @@ def test_what_is_gathered_is_scattered_again():
         assert scattered[name].dtype == array.dtype
 
 
+def test_the_root_sends_what_it_writes_itself_to_nobody():
+    class Sent(SoloWorld):
+        def allgather_bytes(self, data, *, name):
+            sent.append(data)
+            return super().allgather_bytes(data, name=name)
+
+    sent, table = [], np.ones(1000)
+    kept = rank_state.gather({"mean.buffer": table}, world=Sent())
+    assert kept["0/mean.buffer"] is table
+    assert sent == [b""]
+
+
 def test_nothing_saved_is_nothing_to_restore():
     assert rank_state.scatter({}, world=SoloWorld()) == {}
