@@ -6,7 +6,7 @@ adapter reduces over ranks in its optimizer. It reads the world size from World,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.sources import Batch
+from hvdtrain.distributed import checksums
 
 Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 Ranks = Literal["all", "host", "none"]
@@ -52,16 +53,67 @@ class Loss:
     targets: Any = field(default=None, kw_only=True)
 
 
+class HostArrays(Mapping[str, NDArray[Any]]):
+    """A framework's tensors by name, as arrays on the host: one is copied there when it is read, and not kept.
+
+    So a rank that reads one after the other never holds a second copy of everything, and one that reads none copies
+    none.
+
+    Args:
+        tensors: the framework's, or NumPy's arrays.
+        read: returns a tensor as an array, of its memory where possible.
+        digest: returns the digest of a tensor's bits; by default that of the array.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        read: Callable[[Any], NDArray[Any]],
+        digest: Callable[[Any], bytes] | None = None,
+    ) -> None:
+        self._tensors, self._read, self._digest = dict(tensors), read, digest
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        tensor = self._tensors[name]
+        return tensor if isinstance(tensor, np.ndarray) else self._read(tensor)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors  # Mapping's would read it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __or__(self, others: Mapping[str, NDArray[Any]]) -> HostArrays:
+        return HostArrays({**self._tensors, **others}, self._read, self._digest)
+
+    def digest(self, name: str) -> bytes:
+        """Return the digest of an array's bits, type and shape."""
+        tensor = self._tensors[name]
+        if self._digest is None or isinstance(tensor, np.ndarray):
+            return checksums.of_array(self[name])
+        return self._digest(tensor)
+
+
 @dataclass
 class State:
     """The state that training changes in the same way on all ranks: arrays by name, and JSON values."""
 
-    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # names begin with "model." or "optimizer."
+    # Names begin with "model." or "optimizer.". An adapter's are `HostArrays`.
+    arrays: dict[str, NDArray[Any]] | HostArrays = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)  # settings of the optimizer, state of the precision scaler
     unsettled: frozenset[str] = frozenset()  # arrays that each rank changes by itself until `Adapter.settle`
     trained: frozenset[str] = frozenset()  # arrays that gradients change
     frozen: frozenset[str] = frozenset()  # weights that are not trained; statistics and other buffers are not weights
     pending: frozenset[str] = frozenset()  # arrays of an update that is still to be made
+
+    def digest(self, name: str) -> bytes:
+        """Return the digest of an array's bits, type and shape."""
+        if isinstance(self.arrays, HostArrays):
+            return self.arrays.digest(name)
+        return checksums.of_array(self.arrays[name])
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,11 @@ class SyncCheck(Callback):
     """Compare weights and optimizer state over ranks after the first step, every so many steps, and at the end of fit.
 
     A difference of one bit is found. Ranks exchange digests (see `hvdtrain.distributed.checksums`), 56 bytes a check;
-    the check's cost is reading the state once. On a GPU it is copied to the host first, so checks there are further
-    apart. What each rank changes on its own within an epoch, such as BatchNorm's running statistics, is compared at the
-    end of fit only. With a strategy such as `LocalSGD`, a check follows the synchronization after it is due. The
-    Trainer adds a SyncCheck to callbacks without one.
+    the check's cost is reading the state once, array by array. PyTorch's tensors on a GPU are summed up there, and one
+    part in 256 of them is copied to the host; other frameworks' are copied. What each rank changes on its own within
+    an epoch, such as BatchNorm's running statistics, is compared at the end of fit only. With a strategy such as
+    `LocalSGD`, a check follows the synchronization after it is due. The Trainer adds a SyncCheck to callbacks without
+    one.
 
     Args:
         every: steps between checks. "auto" measures, and chooses so that checks cost at most 0.5 % of the time of the
@@ -184,9 +185,8 @@ def interval(*, cost: float, step: float) -> int:
 
 def digests(state: State, *, settled: bool) -> dict[str, bytes]:
     """Return digests of tensors and settings, by name; unless settled, not of what ranks change until `settle`."""
-    arrays = {name: array for name, array in state.arrays.items() if settled or name not in state.unsettled}
-    tensors = {name: checksums.of_array(array) for name, array in arrays.items()}
-    return tensors | {SETTINGS: checksums.of_json(state.meta)}
+    compared = (name for name in state.arrays if settled or name not in state.unsettled)
+    return {name: state.digest(name) for name in compared} | {SETTINGS: checksums.of_json(state.meta)}
 
 
 def equal(mine: Mapping[str, bytes], *, world: World, figures: Sequence[int] = ()) -> tuple[bool, list[int]]:

@@ -21,23 +21,35 @@ from numpy.typing import NDArray
 from hvdtrain.distributed.world import World
 
 SIZE = 16  # bytes of a digest
-_LANES = (512, 511)
-_BLOCK = _LANES[0] * _LANES[1]  # words; 2 MiB, so that the second sum reads from the cache
+LANES = (512, 511)
+BLOCK = LANES[0] * LANES[1]  # words; 2 MiB, so that the second sum reads from the cache
 _SMALL = 2048  # words; hashing them costs less than hashing their lanes
 
 
 def of_array(array: NDArray[Any]) -> bytes:
     """Return the digest of an array's bits, dtype and shape: 0.0 and -0.0 differ, and so do two NaNs' payloads."""
-    hashed = hashlib.blake2b(f"{array.dtype.str}{array.shape}".encode(), digest_size=SIZE)
     data = np.asarray(array, order="C").reshape(-1).view(np.uint8)
+    return of_parts(f"{array.dtype.str}{array.shape}", b"", data)
+
+
+def of_parts(kind: str, sums: bytes | memoryview, data: NDArray[np.uint8]) -> bytes:
+    """Return the digest of an array whose first blocks are already summed up.
+
+    Args:
+        kind: the array's type and shape.
+        sums: 64-bit words: for each of these blocks its sums in `LANES[0]` lanes, then those in `LANES[1]`.
+        data: the array's other bytes, shape (bytes,).
+    """
+    hashed = hashlib.blake2b(kind.encode(), digest_size=SIZE)
+    hashed.update(sums)
     whole = data.size // 8 * 8
     words = data[:whole].view(np.uint64)
-    for begin in range(0, words.size, _BLOCK):
-        block = words[begin : begin + _BLOCK]
+    for begin in range(0, words.size, BLOCK):
+        block = words[begin : begin + BLOCK]
         rest = 0  # the words at the block's end that fill no row of lanes are hashed as they are
         if block.size > _SMALL:
-            rest = min(block.size // lanes * lanes for lanes in _LANES)
-            for lanes in _LANES:
+            rest = min(block.size // lanes * lanes for lanes in LANES)
+            for lanes in LANES:
                 rows = block[: block.size // lanes * lanes].reshape(-1, lanes)
                 hashed.update(np.add.reduce(rows, axis=0).data)
         hashed.update(block[rest:].data)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import Fault, Options, State
+from hvdtrain.adapter import Fault, HostArrays, Options, State
 from hvdtrain.keras import trained
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.model_optimizers import other_optimizers
@@ -47,7 +47,7 @@ def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
 
 
 def capture(model: keras.Model) -> State:
-    """Return the model's weights and its optimizer's variables, as arrays that the next step may change."""
+    """Return the model's weights and its optimizer's variables; each is copied when it is read."""
     # Variables made not to be trained, such as running statistics. A frozen layer's weights are not among them: nothing
     # changes them, and a difference between ranks must be found before `settle` averages it away.
     weights = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
@@ -55,7 +55,7 @@ def capture(model: keras.Model) -> State:
     has_gradient = {id(v) for v in model.trainable_weights}
     variables = _variables(model)
     return State(
-        {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in variables.items()},
+        HostArrays(variables, lambda v: np.asarray(keras.ops.convert_to_numpy(v))),
         {_TRAINABLE: trained.flags_of(model)},
         unsettled=frozenset(name for name, v in variables.items() if id(v) in own),
         trained=frozenset(name for name, v in variables.items() if id(v) in has_gradient),

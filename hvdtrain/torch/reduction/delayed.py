@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ class GradientInFlight:
         arrays = {f"{_PREFIX}{self._names[p]}": dtypes.to_array(each) for p, each in reduced.gradients.items()}
         return arrays, {_META: asdict(reduced.origin)}
 
-    def load(self, arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> None:
+    def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
         """Restore it. A checkpoint of a run with another strategy has no gradient."""
         self.drop()
         if _META not in meta:

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
-from hvdtrain.adapter import State
+from hvdtrain.adapter import HostArrays, State
 from hvdtrain.data.trees import tree_map
-from hvdtrain.torch.ops import dtypes, lazy, names
+from hvdtrain.torch.ops import digests, dtypes, lazy, names
 from hvdtrain.torch.reduction.replica import Optimizers
 
 
@@ -57,13 +57,14 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
-    """Return all that training changes; on the host as views of it, since a copy is as large as the model."""
+    """Return all that training changes. Nothing is copied before it is read, and then only what is on a GPU."""
     lazy.check(_tensors(model).items(), what="A checkpoint")
-    arrays = {f"model.{name}": dtypes.to_array(tensor) for name, tensor in _tensors(model).items()}
+    tensors = {f"model.{name}": tensor for name, tensor in _tensors(model).items()}
     metas = {}
     for name, (optimizer, scaler) in optimizers.items():
-        tensors, metas[name] = _capture_optimizer(optimizer, scaler)
-        arrays |= {f"{_prefix(name)}{key}": value for key, value in tensors.items()}
+        own, metas[name] = _capture_optimizer(optimizer, scaler)
+        tensors |= {f"{_prefix(name)}{key}": tensor for key, tensor in own.items()}
+    arrays = HostArrays(tensors, dtypes.to_array, digests.of_tensor)
     unsettled = frozenset(f"model.{name}" for name, _ in names.buffers(model))
     trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
     every = model.named_parameters(remove_duplicate=False)  # a tied weight has several names in a state_dict
@@ -72,9 +73,9 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
     return State(arrays, meta, unsettled=unsettled, trained=trained, frozen=frozen)
 
 
-def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     saved, parameters = optimizer.state_dict(), _parameters(optimizer)
-    arrays: dict[str, NDArray[Any]] = {}
+    found: dict[str, torch.Tensor] = {}
     types: dict[str, str] = {}  # of what has another type than its parameter, in which torch would load it
     scalars: dict[str, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
@@ -83,7 +84,7 @@ def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[A
             # LBFGS has lists of tensors: one array each, and None in its place.
             parts = {f".{i}": each for i, each in enumerate(value)} if isinstance(value, list) else {"": value}
             tensors = {part: each for part, each in parts.items() if isinstance(each, torch.Tensor)}
-            arrays |= {f"{index}.{name}{part}": dtypes.to_array(each) for part, each in tensors.items()}
+            found |= {f"{index}.{name}{part}": each for part, each in tensors.items()}
             own = parameters[index].dtype
             named = {f"{index}.{name}{part}": str(each.dtype) for part, each in tensors.items() if each.dtype != own}
             types |= {} if name == "step" else {key: dtype.removeprefix("torch.") for key, dtype in named.items()}
@@ -96,7 +97,7 @@ def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, NDArray[A
         for group in saved["param_groups"]
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
-    return arrays, meta | ({"types": types} if types else {})
+    return found, meta | ({"types": types} if types else {})
 
 
 # Keys of a parameter group that are no settings of the user's: those of schedulers, and how a step is computed.

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain.callbacks import Checkpoint
+from hvdtrain.adapter import HostArrays
+from hvdtrain.callbacks import Checkpoint, SyncCheck
 from hvdtrain.errors import DesyncError, HvdTrainError
 
 DATA = (np.zeros((8, 6), np.float32), np.arange(8) % 3)
@@ -77,6 +78,18 @@ def test_state_may_communicate_wherever_checkpoints_are_written_or_read(kit, wor
         ours, theirs = loaded.state().arrays, again.state().arrays
         assert all((ours[name] == theirs[name]).all() for name in ours if name.startswith("model."))
     assert len(set(world.allgather_object(len(calls), name="calls"))) == 1
+
+
+@pytest.mark.every_backend
+@pytest.mark.world_size(2)
+def test_only_the_rank_that_writes_reads_arrays(kit, world, tmp_path, monkeypatch):
+    """Elsewhere a copy of everything on the host would be made for nothing."""
+    trainer, read, one = kit.trainer(kit.model()), [], HostArrays.__getitem__
+    monkeypatch.setattr(HostArrays, "__getitem__", lambda self, name: read.append(name) or one(self, name))
+    hooks = [Checkpoint(tmp_path / "runs", every_steps=1), SyncCheck(every=0)]
+    trainer.fit(DATA, batch_size=2, callbacks=hooks, progress=False)
+    trainer.save(str(tmp_path / "one"))
+    assert bool(read) == world.is_root
 
 
 @pytest.mark.world_size(2)

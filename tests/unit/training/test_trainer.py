@@ -10,7 +10,10 @@ import torch
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, EarlyStopping
+from hvdtrain.callbacks.sync_check import digests
+from hvdtrain.distributed import checksums
 from hvdtrain.errors import CheckpointError
+from hvdtrain.torch.ops import dtypes
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 Y = np.arange(12) % 3
@@ -67,6 +70,22 @@ def test_looking_at_the_state_to_check_or_save_it_copies_no_weights(make, net):
     weight = model[0].weight.detach().numpy()
     assert np.shares_memory(trainer._adapter.state().arrays["model.0.weight"], weight)
     assert not np.shares_memory(trainer.state().arrays["model.0.weight"], weight)
+
+
+def test_a_state_copies_an_array_when_it_is_read_and_a_check_copies_none(make, net, monkeypatch):
+    trainer, copied, to_array = make(net().to(torch.bfloat16)), [], dtypes.to_array
+    monkeypatch.setattr(dtypes, "to_array", lambda tensor: copied.append(tensor) or to_array(tensor))
+    state = trainer.state(copy=False)
+    found = digests(state, settled=True)
+    assert "model.0.weight" in state.arrays
+    assert copied == []
+    assert found.keys() > state.arrays.keys()
+    assert state.arrays["model.0.weight"].dtype == np.float32
+    assert len(copied) == 1
+    more = state.arrays | {"sync.x": np.ones(2)}
+    assert list(more) == [*state.arrays, "sync.x"]
+    assert more.digest("model.0.weight") == found["model.0.weight"]
+    assert more.digest("sync.x") == checksums.of_array(np.ones(2))
 
 
 def test_resume_never_moves_older_checkpoints_aside(make, tmp_path):
