@@ -21,7 +21,7 @@ class Fit:
     """One fit, or one round of it in an elastic job; every rank has the same.
 
     Attributes:
-        run: the identity of the run if it is a new one.
+        run_id: the identity of the run if it is a new one.
         steps: the steps of the training data.
         validation: the validation sets, and when they are due.
         budget: the limits of the run.
@@ -33,7 +33,7 @@ class Fit:
         notes: log lines on the options, shown after those on what is resumed and on the learning rate.
     """
 
-    run: RunId
+    run_id: RunId
     steps: Steps
     validation: Validation
     budget: Budget

@@ -121,7 +121,7 @@ class Loop:
         self._end = RunEnd(fit.budget, state, self._world)
         state.generators = fit.generators
         state.restore(self.saver.restore(fit.resume, lr_factor=self._lr.factor))
-        found = state.begin(fit.steps.source.facts, fit.run)
+        found = state.begin(fit.steps.source.facts, fit.run_id)
         if found.get("is_others") and self._end.is_over:
             raise FolderInUseError(
                 f"Another Trainer of this script has trained the run in {state.resumed_from}, and nothing is left to "
@@ -134,7 +134,7 @@ class Loop:
         self._start_steps(found.get("shares"))
         self._pace = Pace(self._adapter, self._world, samples=self.progress.consumed.samples)
         self.saver.begin(
-            state.run_id or fit.run, global_step=self.progress.global_step, will_write=not self._end.is_over
+            state.run_id or fit.run_id, global_step=self.progress.global_step, will_write=not self._end.is_over
         )
         self._adapter.start()
         state.begin_streams(in_threads=fit.reads_in_threads)

@@ -38,7 +38,7 @@ class Saver:
     @contextmanager
     def hold(self, fit: Fit, *, before: RunId | None) -> Iterator[None]:
         """Lock the folders of a fit for the block; see `RunCheckpoints.hold`."""
-        with held(fit.checkpoints, self._adapter, fit.run, before=before, world=self._context.world) as self.folders:
+        with held(fit.checkpoints, self._adapter, fit.run_id, before=before, world=self._context.world) as self.folders:
             self._commits = fit.commits
             try:
                 yield

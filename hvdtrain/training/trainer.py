@@ -321,14 +321,13 @@ class Trainer:
         self._fit_config = {**limits, **facts}
         self._budget, self.epochs, self.steps_per_epoch = budget, budget.epochs, self._steps_per_epoch(source.steps)
         self._lr.check(self.steps_per_epoch)
-        self.hosts, run = agree_on_run(world)
-        validates = Validation(self._adapter, self, sources, validate_every, source.generators)
-        self._loop.run(
-            Fit(
-                run=run, steps=steps, validation=validates, budget=budget, callbacks=hooks, checkpoints=checkpoints,
-                resume=resume, override=override, commits=commits, notes=self._describe_strategy(),
-            )
+        self.hosts, run_id = agree_on_run(world)
+        fit = Fit(
+            run_id=run_id, steps=steps, budget=budget, callbacks=hooks, checkpoints=checkpoints, resume=resume,
+            validation=Validation(self._adapter, self, sources, validate_every, source.generators),
+            override=override, commits=commits, notes=self._describe_strategy(),
         )  # fmt: skip
+        self._loop.run(fit)
 
     def _warn_of_shares(self) -> None:
         """Warn on the root if a step depends on how ranks divide its samples."""
