@@ -14,6 +14,12 @@ from hvdtrain.training.progress import Budget, History, RunProgress
 from hvdtrain.training.run_end import RunEnd
 
 
+@pytest.fixture(autouse=True)
+def _no_signal(monkeypatch):
+    """A test that a signal has ended leaves the request behind."""
+    monkeypatch.setattr(preemption, "requested", lambda: None)
+
+
 def end_of(*, part=None, **limits):
     """Return the end of a run in its third epoch, after 7 steps and 10 s."""
     progress = RunProgress(epoch=2, step=1, global_step=7, seconds=4.0)
