@@ -30,7 +30,8 @@ class Options:
     compression: str = "none"
     nan_policy: str | None = None
     micro_batch: int | str | None = None
-    sync: str | None = None  # the name of a strategy that lets ranks step alone
+    sync: str | None = None  # the name of a strategy, for messages
+    is_delayed: bool = False  # whether each gradient is applied one step late
     cutoff: bool = False  # whether steps are `OpenStep`s
 
 

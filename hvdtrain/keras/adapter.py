@@ -55,7 +55,7 @@ def make_adapter(
         )
     if options.cutoff:
         raise ValueError(_NO_CUTOFF)
-    if options.sync == "Delayed":
+    if options.is_delayed:
         raise ValueError("sync=Delayed() is for torch: Keras's compiled step applies the gradient that it computes.")
     if options.sync is not None and not model.built:
         raise ValueError(

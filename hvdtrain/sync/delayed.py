@@ -26,6 +26,8 @@ class Delayed(Strategy):
     of a non-finite gradient one step later; "skip" leaves that gradient out.
     """
 
+    is_delayed = True
+
     def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
-        """Return the adapter, which delays by itself: `options.sync` names the strategy."""
+        """Return the adapter, which delays by itself: see `is_delayed`."""
         return adapter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
@@ -16,6 +16,8 @@ from hvdtrain.distributed.world import World
 @dataclass(frozen=True)
 class Strategy:
     """The options of a strategy, equal on all ranks; each strategy explains its own."""
+
+    is_delayed: ClassVar[bool] = False  # whether the framework applies each gradient one step late
 
     def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
         """Return an adapter that takes steps as the strategy says."""

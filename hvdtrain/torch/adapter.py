@@ -23,12 +23,15 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine, lazy, names
+from hvdtrain.torch.ops.finite import first_non_finite
 from hvdtrain.torch.ops.gpu_clock import GpuClock
 from hvdtrain.torch.ops.settle import settle
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
+from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.reduction.replica import Optimizers, Replica
 from hvdtrain.torch.steps import training_state
 from hvdtrain.torch.steps.arguments import check, check_collectives
+from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.compute import (
     LossStep,
     OwnStep,
@@ -39,14 +42,14 @@ from hvdtrain.torch.steps.compute import (
     without_gradient,
 )
 from hvdtrain.torch.steps.loss_check import LossCheck, as_module
-from hvdtrain.torch.steps.losses import Counted, as_tensor
+from hvdtrain.torch.steps.losses import as_tensor
 from hvdtrain.torch.steps.metrics import Totals, named_metrics
 from hvdtrain.torch.steps.micro_batches import MicroBatches
 from hvdtrain.torch.steps.modes import Modes
 from hvdtrain.torch.steps.named_steps import END, Chosen, Names
 from hvdtrain.torch.steps.open_steps import OpenSteps
 from hvdtrain.torch.steps.together import Together, graph_of_a_later_yield
-from hvdtrain.torch.steps.update import BufferSnapshot, Update, first_non_finite
+from hvdtrain.torch.steps.update import Update
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN: AbstractContextManager[Any] = nullcontext()
@@ -57,7 +60,7 @@ _MODES, _TRAINED, _SYNCS = "max.train_mode", "max.requires_grad", "max.collectiv
 class TorchAdapter:
     """Takes steps of a torch.nn.Module; `DistributedOptimizer` reduces over ranks. `Trainer` explains the arguments."""
 
-    in_sync, in_flight = True, False
+    in_sync, in_flight = True, False  # a delayed exchange pauses for other collectives: see `between_exchanges`
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class TorchAdapter:
         self._totals = Totals(named, self._device, world, losses)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
         self._how: dict[str, Any] = {"loss": loss, "options": options, "world": world}
+        self._how["between_exchanges"] = lambda: self.between_exchanges()
         self._updates = {name: Update(each, model, name=name, **self._how) for name, each in optimizers.items()}
         self._joined: dict[Chosen, Update] = {}  # of the optimizers that one loss has trained
         self._update = next(iter(self._updates.values()))
@@ -120,7 +124,7 @@ class TorchAdapter:
         self._is_built, self._is_checked = lazy.first(model) is None, False
         self._micro_batches = MicroBatches(options.micro_batch, model, world)
         undoes = options.nan_policy in ("skip", "stop") or options.micro_batch == "auto"
-        self._before = BufferSnapshot(model, self._totals) if undoes else None
+        self._attempt = Attempt(model, self._totals) if undoes else None
         self._open_steps: OpenSteps | None = None
         if options.cutoff:
             self._open_steps = OpenSteps(model, self._update, self._totals, self._forward, world, options)
@@ -244,7 +248,7 @@ class TorchAdapter:
             self._build(batches[0])
         step = partial(self._take_step, first=self._begin_step())
         known = None if self._is_checked else set(self._model.parameters())
-        self.fault = self._micro_batches.run(step, batches, self._update, self._before)
+        self.fault = self._micro_batches.run(step, batches, self._update, self._attempt)
         if known is not None:
             self._check_new(known)
         self._loss_check.agree()
@@ -271,12 +275,12 @@ class TorchAdapter:
             step.counts = step.planned
             return
         self._begin_step()
-        if self._before is not None:
-            self._before.take()
+        if self._attempt is not None:
+            self._attempt.begin()
         self.fault = self._open_steps.take(step)
         self._loss_check.agree()
-        if self.fault is not None and self._before is not None:
-            self._before.restore()
+        if self.fault is not None and self._attempt is not None:
+            self._attempt.undo()
 
     def _begin_step(self) -> bool:
         """Let the model train; return whether this is the first step since metrics were reset."""
@@ -296,15 +300,16 @@ class TorchAdapter:
         if self._update.needs_closure:
             self._update.search(lambda again: self._evaluate(batches, first=first and not again, again=again))
             return None
-        if self._before is not None:
-            self._before.take()
+        if self._attempt is not None:
+            self._attempt.begin(draws=self._micro_batches.adapts)
         self._evaluate(batches, first=first)
-        refused = self._update.is_refused(self.between_exchanges)
-        if self._update.in_flight is not None:
-            if self._before is not None and self._update.in_flight.has_fault:
-                self._before.restore()  # of this step, which only the next one refuses
-            return self._update.late_fault() if refused else None
-        return self._fault(self._update, batches) if refused else None
+        refused = self._update.apply(batches)
+        if self._update.must_undo and self._attempt is not None:
+            self._attempt.undo()
+        if refused is None:
+            return None
+        late = refused.fault
+        return self._fault(self._update, batches) if late is None else self._update.late_fault(late)
 
     def _evaluate(self, batches: Sequence[Batch], *, first: bool, again: bool = False) -> None:
         """Forward and backward over each batch of a step; `again` if the metrics have counted them."""
@@ -324,8 +329,8 @@ class TorchAdapter:
         """Take one reduced step for each yield of the user's step over the batches, which advance together."""
         runs, earlier = [self._run(step, batch) for batch in batches], list[str]()
         for number in itertools.count():
-            if self._before is not None:
-                self._before.take()
+            if self._attempt is not None:
+                self._attempt.begin()
             update, begun, mine = self._update, END, 0.0
             for index, (batch, run) in enumerate(zip(batches, runs, strict=True)):
                 with self._computing(batch):
@@ -352,7 +357,7 @@ class TorchAdapter:
                     update.backward(without_gradient(found.mean))
             if begun == END:
                 return None
-            if update.is_refused():
+            if update.apply(batches) is not None:
                 return self._fault(update, batches, number)
             earlier += begun
         return None
@@ -438,9 +443,9 @@ class TorchAdapter:
             self._open_steps.end()
 
     def finish(self) -> Fault | None:
-        """Apply the gradient that is still in flight, with sync=Delayed(); leave the model to others."""
+        """Apply what is still in flight; leave the model to others."""
         self._end_open_steps()
-        fault = self._update.finish() if self._update.in_flight is not None else None
+        fault = self._update.finish()
         for update in self._updates.values():
             update.detach()
         return fault
@@ -456,16 +461,13 @@ class TorchAdapter:
     def state(self) -> State:
         """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""
         state = training_state.capture(self._model, self._optimizers())
-        if self._update.in_flight is not None:
-            arrays, meta = self._update.in_flight.state()
-            state = replace(state, arrays=state.arrays | arrays, meta=state.meta | meta, pending=frozenset(arrays))
-        return state
+        arrays, meta = self._update.exchange.state()
+        return replace(state, arrays=state.arrays | arrays, meta=state.meta | meta, pending=frozenset(arrays))
 
     def load_state(self, state: State) -> None:
         """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
         training_state.restore(state, self._model, self._optimizers())
-        if self._update.in_flight is not None:
-            self._update.in_flight.load(state.arrays, state.meta)
+        self._update.exchange.load(state.arrays, state.meta)
 
     def _forward(self, batch: Batch, counted: Counted, *, again: bool = False) -> tuple[torch.Tensor, Counted]:
         """Return the loss, a scalar, and what counts of the batch; add both to the metrics, unless run `again`."""
@@ -553,8 +555,8 @@ class TorchAdapter:
             elif self._syncs_in_forward:
                 nothing = self._loss_again(batch, counted, number) * 0.0
                 torch.autograd.grad(nothing, trained, allow_unused=True)
-        if self._before is not None:
-            self._before.restore()
+        if self._attempt is not None:
+            self._attempt.undo()
         update.optimizer.zero_grad()
         name_of: dict[Any, str] = {parameter: name for name, parameter in names.parameters(self._model)}
         loss_mean = float(np.mean(losses)) if losses else float("nan")

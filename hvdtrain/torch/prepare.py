@@ -22,8 +22,8 @@ from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.sources import LoaderSource
 from hvdtrain.torch.steps import training_state
 from hvdtrain.torch.steps.arguments import check_parameters
+from hvdtrain.torch.steps.closure import needs_closure
 from hvdtrain.torch.steps.losses import as_tensor
-from hvdtrain.torch.steps.update import needs_closure
 
 log = logging.getLogger("hvdtrain")
 

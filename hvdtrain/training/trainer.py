@@ -147,7 +147,8 @@ class Trainer:
             agreement.require_equal(given, world=self.world, what="the Trainer's options")
         options = Options(
             accumulate, clip_norm, precision, compression, nan_policy, micro_batch,
-            sync=None if strategy is None else type(strategy).__name__, cutoff=self._cutoff is not None,
+            sync=None if strategy is None else type(strategy).__name__,
+            is_delayed=strategy is not None and strategy.is_delayed, cutoff=self._cutoff is not None,
         )  # fmt: skip
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
             model, optimizer=optimizer, loss=loss, step=step, metrics=metrics, options=options, world=self.world

@@ -68,7 +68,7 @@ def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
 
 
 def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
-    """Return a boolean scalar: whether all gradients are finite; see `hvdtrain.torch.steps.update.all_finite`."""
+    """Return a boolean scalar: whether all gradients are finite; see `hvdtrain.torch.ops.finite.all_finite`."""
     values = _values(gradients)
     sums = tf.stack([tf.cast(tf.reduce_sum(v), tf.float32) for v in values])
     return tf.cond(_is_finite(sums), lambda: tf.constant(True), lambda: tf.reduce_all([_is_finite(v) for v in values]))

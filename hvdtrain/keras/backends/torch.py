@@ -58,7 +58,7 @@ def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
 
 def may_update(optimizer: Any, gradients: Sequence[Tensor]) -> bool:
     """Return whether all gradients are finite."""
-    from hvdtrain.torch.steps.update import all_finite  # not at the top: see `reduce_gradients`
+    from hvdtrain.torch.ops.finite import all_finite  # not at the top: see `reduce_gradients`
 
     return all_finite(gradients)
 

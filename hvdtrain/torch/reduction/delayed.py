@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import dtypes, engine
 from hvdtrain.torch.ops.functions import broadcast_parameters
 from hvdtrain.torch.ops.reduce_ops import Reduction, submit
+from hvdtrain.torch.reduction.exchange import Applied, DenseOnly, Immediate, Made, parameters_of
 from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
 from hvdtrain.torch.reduction.reduction_unit import drain
 
@@ -128,6 +129,76 @@ class GradientInFlight:
         known = [(p, name) for p, name in self._names.items() if name in saved]
         gradients = {p: torch.from_numpy(saved[name].copy()).to(p.device, p.dtype) for p, name in known}
         self._reduced = Reduced(Origin(**meta[_META]), gradients, is_restored=True)
+
+
+class Delayed(Immediate):
+    """Averages the gradients of a step while the next step computes.
+
+    `finish` starts to reduce the gradients of this step, and puts the mean of the step before in their place.
+
+    Args:
+        optimizer: plain or distributed; its hooks send nothing.
+        between_exchanges: called when no gradient is in flight, so that other collectives do not wait for one.
+    """
+
+    def __init__(
+        self, optimizer: Any, in_flight: GradientInFlight, dense_only: DenseOnly, between_exchanges: Callable[[], None]
+    ) -> None:
+        self._optimizer, self._in_flight, self._dense_only = optimizer, in_flight, dense_only
+        self._between_exchanges = between_exchanges
+
+    def start(self) -> None:
+        """Give all ranks the root's gradient."""
+        self._in_flight.share()
+
+    def begin(self, passes: int, *, first: bool) -> None:
+        """Let backward send nothing."""
+        self.detach()
+
+    def finish(self, made: Made) -> Applied:
+        """Start to reduce this step's gradients, and put the mean of the step before."""
+        weights, parameters = made.weights, parameters_of(self._optimizer)
+        origin = Origin(weights.weight, weights.expected, weights.samples, made.scale)
+        fault = made.find_fault()
+        late = self._in_flight.take()  # before the next one starts: they have the same names
+        self._dense_only.check(parameters)
+        self._between_exchanges()
+        self._in_flight.start(parameters, origin, fault)
+        return self._put(late, made)
+
+    def flush(self, made: Made) -> Applied | None:
+        """Put the gradient of the last step, which no later step will apply."""
+        self._optimizer.zero_grad()
+        applied = self._put(self._in_flight.take(), made)
+        return replace(applied, fault=applied.fault and replace(applied.fault, steps_ago=0))
+
+    def _put(self, late: Reduced | None, made: Made) -> Applied:
+        """Put a reduced gradient where the optimizer looks for it."""
+        must_undo = self._in_flight.has_fault
+        if late is None:
+            return Applied(must_undo=must_undo)
+        origin = late.origin
+        made.weights.learn(origin.total, origin.samples)
+        factor = made.scale / origin.scale  # the gradient was made at another loss scale
+        for parameter, gradient in late.gradients.items():
+            if not parameter.requires_grad:  # frozen since the gradient was computed
+                continue
+            parameter.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+        unknown = Fault("", None, float("nan"), (), steps_ago=1, is_late=True, is_restored=late.is_restored)
+        return Applied(origin.total == 0, fault=late.fault or unknown, must_undo=must_undo)
+
+    def detach(self) -> None:
+        """Remove the reducer's hooks."""
+        if hasattr(self._optimizer, "_hvd_reducer"):
+            self._optimizer._hvd_reducer.detach()
+
+    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """Return the gradient in flight; this rank alone waits for it."""
+        return self._in_flight.state()
+
+    def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
+        """Restore it."""
+        self._in_flight.load(arrays, meta)
 
 
 class _Sent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.compression import as_real, from_real
+from hvdtrain.torch.reduction.alone import Alone
+from hvdtrain.torch.reduction.exchange import DenseOnly
 
 
-class HostMean:
+class HostMean(Alone):
     """Averages over the ranks of this host by two alltoalls of all ranks, which send nothing to other hosts.
 
     Each rank gets its shard of the gradients from its host's ranks, averages it, and sends them the mean. So they hold
@@ -23,16 +25,22 @@ class HostMean:
     in every cycle, 1000 times a second, over the slow link too.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, optimizer: Any, dense_only: DenseOnly, world: World) -> None:
+        super().__init__(optimizer)
+        self._dense_only, self._world = dense_only, world
         self._peers: list[int] = []  # the ranks of this host; unknown before the first gradients
+
+    def start(self) -> None:
+        """Forget the ranks of this host, which may have changed."""
+        self._peers = []
 
     def _find_peers(self) -> None:
         hosts = self._world.allgather_object(socket.gethostname(), name="hosts")
         self._peers = [rank for rank, host in enumerate(hosts) if host == hosts[self._world.rank]]
 
-    def average(self, parameters: Sequence[Parameter]) -> None:
+    def average(self, parameters: list[Parameter]) -> None:
         """Replace gradients, dense ones, by their mean; a missing one counts as zeros, unless all ranks lack it."""
+        self._dense_only.check(parameters)
         if not self._peers:
             self._find_peers()
         groups: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}

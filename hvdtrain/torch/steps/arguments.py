@@ -10,8 +10,8 @@ from torch import nn
 from hvdtrain.adapter import Options
 from hvdtrain.torch.ops import dtypes, lazy
 from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
+from hvdtrain.torch.steps.closure import needs_closure
 from hvdtrain.torch.steps.named_steps import check_optimizers
-from hvdtrain.torch.steps.update import needs_closure
 
 
 def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, options: Options) -> None:
@@ -56,7 +56,7 @@ def _check_alone(model: nn.Module, optimizers: dict[str, Any], options: Options)
         "micro_batch='auto'": options.micro_batch == "auto"
         and "all ranks repeat a step when one runs out of memory; use micro_batch=N",
     }
-    what = "no step waits for other ranks" if options.sync == "Delayed" else "ranks step alone"
+    what = "no step waits for other ranks" if options.is_delayed else "ranks step alone"
     given = f"sync={options.sync}"
     if options.cutoff:
         del reasons["SyncBatchNorm"]  # which is a BatchNorm

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from hvdtrain.data.trees import num_rows, tree_map
 from hvdtrain.distributed.world import World
-from hvdtrain.torch.steps.losses import divisor, elementwise, needs_exchange
+from hvdtrain.torch.reduction.loss_weights import divisor, elementwise, needs_exchange
 
 log = logging.getLogger("hvdtrain")
 

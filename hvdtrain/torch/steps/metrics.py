@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hvdtrain.adapter import Reduce
 from hvdtrain.data.trees import leaves, num_rows, tree_map
 from hvdtrain.distributed.world import World
-from hvdtrain.torch.steps.losses import Counted
+from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.steps.stateful_metrics import StatefulMetrics, is_stateful
 
 _TOTALS = "sum.totals"

@@ -18,13 +18,13 @@ from torch import nn
 from hvdtrain.adapter import Fault
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import unpack
-from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch.steps import training_state
+from hvdtrain.torch.reduction.exchange import RankGaveUp
+from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.compute import describe, is_out_of_memory, move
 from hvdtrain.torch.steps.loss_check import LossRefusedError
-from hvdtrain.torch.steps.update import RankGaveUp, Update
+from hvdtrain.torch.steps.update import Update
 
 log = logging.getLogger("hvdtrain")
 
@@ -60,16 +60,19 @@ class MicroBatches:
             self.size = int(held["max.micro_batch"][0])
 
     def run(
-        self, step: Callable[[Sequence[Batch]], Fault | None], batches: Sequence[Batch], update: Update, before: Any
+        self,
+        step: Callable[[Sequence[Batch]], Fault | None],
+        batches: Sequence[Batch],
+        update: Update,
+        attempt: Attempt | None,
     ) -> Fault | None:
         """Take a step over parts of `batches`; with "auto", undo and repeat it while any rank runs out of memory.
 
-        That rank takes part in the reduction with a weight that tells the others. `before` restores what it changed.
+        That rank takes part in the reduction with a weight that tells the others. `attempt` undoes what it changed.
 
         Raises:
             LossRefusedError: on every rank, if the check of the loss has raised it on one of them.
         """
-        random = rank_state.random_states() | training_state.random_states() if self.adapts else {}
         while True:
             failure = refusal = None
             try:
@@ -94,9 +97,8 @@ class MicroBatches:
             if failure is not None or refusal is not None:
                 update.give_up()
             self._raise_refusal(refusal)
-            before.restore()
-            rank_state.set_random_states(random)
-            training_state.set_random_states(random)
+            if attempt is not None:
+                attempt.repeat()
             self._shrink(batches, failure)
 
     def _raise_refusal(self, mine: str | None) -> None:

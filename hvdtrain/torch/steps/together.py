@@ -50,7 +50,8 @@ class Together:
         """Within the block, `step` does not reduce."""
         stack = ExitStack()
         for each in self._each:
-            stack.enter_context(each.skip_synchronize())
+            if hasattr(each, "skip_synchronize"):  # else there is one process
+                stack.enter_context(each.skip_synchronize())
         return stack
 
     @property

@@ -8,7 +8,7 @@ import torch
 
 import hvdtrain
 import hvdtrain.torch as hvd
-from hvdtrain.torch.steps.losses import LossWeights
+from hvdtrain.torch.reduction.loss_weights import LossWeights
 
 pytestmark = pytest.mark.usefixtures("hvd")
 

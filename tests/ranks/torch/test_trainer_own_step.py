@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import hvdtrain
 import hvdtrain.torch as hvd
-from hvdtrain.torch.steps.losses import LossWeights
+from hvdtrain.torch.reduction.loss_weights import LossWeights
 
 pytestmark = pytest.mark.usefixtures("hvd")
 

@@ -12,7 +12,7 @@ from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.keras.sources import as_source
 from hvdtrain.training.arguments import check_end
 from hvdtrain.training.progress import Budget, check_data
-from hvdtrain.training.validation import Validation
+from hvdtrain.training.validation import evaluate
 
 pytestmark = pytest.mark.tensorflow
 
@@ -47,7 +47,7 @@ def test_an_infinite_dataset_needs_steps_or_seconds(tf):
     check_end(source.facts, Budget(steps=3))
     check_end(source.facts, Budget(epochs=1, seconds=3.0))
     with pytest.raises(ValueError, match="data to evaluate never ends"):
-        Validation(None, None).evaluate(source)
+        evaluate(None, None, source)
     rest = source.epoch(0, shuffle=True, after=Consumed(samples=6, batches=3))
     assert [np.asarray(next(rest).inputs).tolist() for _ in range(3)] == [[2, 3], [0, 1], [2, 3]]
 

@@ -18,8 +18,8 @@ from hvdtrain.torch.averaging import AveragedWeights
 from hvdtrain.torch.ops import dtypes
 from hvdtrain.torch.ops.settle import settle
 from hvdtrain.torch.steps import training_state
+from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.metrics import Totals
-from hvdtrain.torch.steps.update import BufferSnapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
@@ -71,10 +71,10 @@ def test_a_buffer_of_every_type_is_saved_and_restored_bit_for_bit(dtype, tmp_pat
     held = rank_state.gather(training_state.rank_state(model), world=world)
     training_state.set_rank_state(rank_state.scatter(held, world=world), again)
     assert bits(again.each) == bits(model.each)
-    snapshot = BufferSnapshot(again, Totals({}, torch.device("cpu"), world, ["loss"]))
-    snapshot.take()
+    attempt = Attempt(again, Totals({}, torch.device("cpu"), world, ["loss"]))
+    attempt.begin()
     dtypes.copy_array(again.each, dtypes.to_array(Holder(dtype, empty=True).each))
-    snapshot.restore()
+    attempt.undo()
     assert bits(again.each) == bits(model.each)
 
 

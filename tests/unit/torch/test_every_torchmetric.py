@@ -14,7 +14,7 @@ import torchmetrics
 from thread_ranks import on_ranks
 
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.torch.steps.losses import Counted
+from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.steps.metrics import Totals, named_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

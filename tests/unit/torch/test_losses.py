@@ -8,7 +8,7 @@ import torch
 
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import SoloWorld
-from hvdtrain.torch.steps.losses import LossWeights, denominator
+from hvdtrain.torch.reduction.loss_weights import LossWeights, denominator
 from hvdtrain.torch.steps.metrics import Accuracy, Totals
 
 LABELS = np.array([0, 2, -100, 1, -100])

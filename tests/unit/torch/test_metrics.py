@@ -14,7 +14,7 @@ from torchmetrics import classification, regression, wrappers
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch.steps.losses import Counted
+from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.steps.metrics import Totals, named_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,0 +1,51 @@
+"""Gradients are reduced while backward still runs: the exchange of synchronous training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hvdtrain.torch.reduction.exchange import Applied, Immediate, Made, RankGaveUp
+from hvdtrain.torch.reduction.reducer import FAILED
+
+
+class Overlapped(Immediate):
+    """Lets an optimizer that `DistributedOptimizer` returned reduce, or several that are `Together`."""
+
+    can_give_up = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def begin(self, passes: int, *, first: bool) -> None:
+        """Send a gradient after so many passes; a rank without passes adds nothing, and zeros are sent for it."""
+        if passes and (first or passes != self._optimizer.backward_passes_per_step):
+            self._optimizer.set_backward_passes_per_step(passes)
+
+    def finish(self, made: Made) -> Applied:
+        """Wait for the mean."""
+        weights = made.weights
+        total = self._optimizer.synchronize(weight=weights.weight, expected=weights.expected)
+        if total == FAILED:
+            raise RankGaveUp
+        weights.learn(total)
+        return Applied(total == 0, weights.expected / total if total else 1.0)
+
+    def give_up(self) -> None:
+        """Take part without this rank's gradients."""
+        self._optimizer.synchronize(weight=FAILED)
+
+    def detach(self) -> None:
+        """Remove the hooks; the next `finish` adds them again."""
+        self._optimizer._hvd_reducer.detach()
+
+    @property
+    def packed(self) -> NDArray[Any] | None:
+        """Which small gradients travel in a bucket."""
+        packed: NDArray[Any] | None = self._optimizer._hvd_reducer.packed
+        return packed
+
+    @packed.setter
+    def packed(self, flags: NDArray[Any] | None) -> None:
+        self._optimizer._hvd_reducer.packed = flags
