@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = ("torch", "keras-tensorflow", "keras-torch", "keras-jax")
 SIZES = (2, 3)
-LIMIT_S = 900
+LIMIT_S = 1800
 
 Hashes = dict[str, str]  # "weights", "state", "metrics", each also with "resumed " before it
 
@@ -90,8 +90,9 @@ def main() -> int:
             cases = run(group, size, given.only)
             found |= {f"{group} np={size} {case}": hashes for case, hashes in cases.items()}
             print(f"{group} np={size}: {len(cases)} cases", flush=True)
+            if given.action == "record":
+                given.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     if given.action == "record":
-        given.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
         return 0
     is_whole = not (given.group or given.np or given.only)
     lines = differences(json.loads(given.file.read_text()), found, all_cases=is_whole)
