@@ -95,6 +95,7 @@ def check(make, loss, samples):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.timeout(300)  # JAX compiles each of these losses, four times
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
 def test_each_loss_of_keras_equals_one_process(reduction):
     for each in MEANS:
