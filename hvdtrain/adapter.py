@@ -30,7 +30,7 @@ class Options:
     compression: str = "none"
     nan_policy: str | None = None
     micro_batch: int | str | None = None
-    sync: str | None = None  # the name of a strategy, for messages
+    sync: str | None = None  # the name of a strategy, or None
     is_delayed: bool = False  # whether each gradient is applied one step late
     cutoff: bool = False  # whether steps are `OpenStep`s
 

@@ -473,7 +473,7 @@ DEFECTS = (
     Defect(
         "sync: a delayed gradient is unscaled by the loss scale of another step",
         "hvdtrain/torch/reduction/delayed.py",
-        "factor = made.scale / origin.scale",
+        "factor = made.scale() / origin.scale",
         "factor = 1.0",
         unit("sync/test_delayed.py"),
     ),

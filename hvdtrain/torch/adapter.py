@@ -60,7 +60,7 @@ _MODES, _TRAINED, _SYNCS = "max.train_mode", "max.requires_grad", "max.collectiv
 class TorchAdapter:
     """Takes steps of a torch.nn.Module; `DistributedOptimizer` reduces over ranks. `Trainer` explains the arguments."""
 
-    in_sync, in_flight = True, False  # a delayed exchange pauses for other collectives: see `between_exchanges`
+    in_sync, in_flight = True, False  # also if delayed: see `between_exchanges`
 
     def __init__(
         self,

@@ -158,7 +158,7 @@ class Delayed(Immediate):
     def finish(self, made: Made) -> Applied:
         """Start to reduce this step's gradients, and put the mean of the step before."""
         weights, parameters = made.weights, parameters_of(self._optimizer)
-        origin = Origin(weights.weight, weights.expected, weights.samples, made.scale)
+        origin = Origin(weights.weight, weights.expected, weights.samples, made.scale())
         fault = made.find_fault()
         late = self._in_flight.take()  # before the next one starts: they have the same names
         self._dense_only.check(parameters)
@@ -179,7 +179,7 @@ class Delayed(Immediate):
             return Applied(must_undo=must_undo)
         origin = late.origin
         made.weights.learn(origin.total, origin.samples)
-        factor = made.scale / origin.scale  # the gradient was made at another loss scale
+        factor = made.scale() / origin.scale  # the gradient was made at another loss scale
         for parameter, gradient in late.gradients.items():
             if not parameter.requires_grad:  # frozen since the gradient was computed
                 continue
@@ -191,6 +191,17 @@ class Delayed(Immediate):
         """Remove the reducer's hooks."""
         if hasattr(self._optimizer, "_hvd_reducer"):
             self._optimizer._hvd_reducer.detach()
+
+    @property
+    def packed(self) -> NDArray[Any] | None:
+        """Flags of the reducer, for a later run without a delay that resumes from this one's checkpoint."""
+        flags: NDArray[Any] | None = getattr(getattr(self._optimizer, "_hvd_reducer", None), "packed", None)
+        return flags
+
+    @packed.setter
+    def packed(self, flags: NDArray[Any] | None) -> None:
+        if hasattr(self._optimizer, "_hvd_reducer"):
+            self._optimizer._hvd_reducer.packed = flags
 
     def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         """Return the gradient in flight; this rank alone waits for it."""

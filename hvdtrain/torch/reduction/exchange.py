@@ -1,6 +1,7 @@
 """The contract of an exchange: how this rank's gradients become the mean with which all ranks step.
 
-One exchange a file: `overlapped` (with backward), `alone`, `host_mean`, `delayed`. `cut` has steps that stay open.
+One exchange a file: `overlapped` (with backward), `alone`, `host_mean`, `delayed`. `cut` does not
+follow this contract: its steps stay open.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch.nn import Parameter
 
 from hvdtrain.adapter import Fault
+from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.reduction.loss_weights import LossWeights
 
@@ -27,7 +29,7 @@ class Made:
     """What this rank's backward passes have made, besides the parameters' gradients."""
 
     weights: LossWeights
-    scale: float  # of the loss scaling
+    scale: Callable[[], float]  # of the loss scaling; a call waits for a GPU
     find_fault: Callable[[], Fault | None]  # looks for what is not finite in this rank's own gradients
 
 
@@ -37,7 +39,7 @@ class Applied:
 
     counts_nothing: bool = False  # no sample counted on any rank: with SyncBatchNorm, gradients are zeros
     factor: float = 1.0  # corrects the scale of a loss of this step, as it has corrected the gradients'
-    # Why the gradients may be not finite, where they are those of an earlier step; None: look at this step.
+    # Why the gradients may not be finite, if they are of an earlier step; None: look at this step.
     fault: Fault | None = None
     must_undo: bool = False  # what this rank has just computed is not finite, and a later step refuses it
 
@@ -80,10 +82,9 @@ class Exchange(Protocol):
 
 
 class Immediate:
-    """What most exchanges share: nothing is attached to backward passes, and nothing outlives a step."""
+    """Defaults: nothing is attached to backward passes, and nothing outlives a step. Others override."""
 
     can_give_up = False
-    packed: NDArray[Any] | None = None
 
     def start(self) -> None:
         """Do nothing."""
@@ -108,6 +109,15 @@ class Immediate:
     def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
         """Do nothing."""
 
+    @property
+    def packed(self) -> NDArray[Any] | None:
+        """None."""
+        return None
+
+    @packed.setter
+    def packed(self, flags: NDArray[Any] | None) -> None:
+        """Forget what another exchange has packed."""
+
 
 def parameters_of(optimizer: Any) -> list[Parameter]:
     """Return an optimizer's parameters, in the order of its groups."""
@@ -121,7 +131,7 @@ class DenseOnly:
     feature: str
     instead: str
     names: dict[Parameter, str]
-    rank: int
+    world: World
 
     def check(self, parameters: list[Parameter]) -> None:
         """Raise HvdTrainError if a gradient is sparse."""
@@ -129,5 +139,6 @@ class DenseOnly:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise HvdTrainError(
                     f"{self.feature} averages dense gradients. Received: a sparse gradient of "
-                    f"{self.names[parameter]} on rank {self.rank}. Use Embedding(sparse=False), or {self.instead}."
+                    f"{self.names[parameter]} on rank {self.world.rank}. Use Embedding(sparse=False), or "
+                    f"{self.instead}."
                 )

@@ -14,9 +14,9 @@ from hvdtrain.torch.steps.metrics import Totals
 
 
 class Attempt:
-    """A step that may be undone: it restores the model's buffers, what metrics have counted, and random states.
+    """Undoes a step: restores the model's buffers and what metrics have counted; `repeat` also restores random states.
 
-    One for the steps that `nan_policy` refuses, that run out of memory, or that are cut off.
+    Used for steps that `nan_policy` refuses, that run out of memory, or that are cut off.
     """
 
     def __init__(self, model: nn.Module, totals: Totals) -> None:

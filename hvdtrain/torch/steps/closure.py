@@ -21,9 +21,10 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def search(optimizer: Any, evaluate: Callable[[bool], float], world: World) -> None:
-    """Take a step; ranks evaluate equally often, because each call gives all of them the same gradient and loss.
+    """Take a step; ranks evaluate equally often, because each call gives all of them the same gradient and mean loss.
 
-    `evaluate(again)` goes forward and backward over the step's batches, reduces, and returns this rank's loss.
+    `evaluate(again)` goes forward and backward over the step's batches, reduces, and returns this rank's loss; its
+    mean over ranks is what the optimizer gets. The caller keeps the optimizer itself from reducing.
     """
     numbers = itertools.count()
 

@@ -61,7 +61,7 @@ class Update:
         self._options, self._world = options, world
         self._names = {parameter: each for each, parameter in names.parameters(model)}
         self._between_exchanges = between_exchanges
-        self._losses: list[torch.Tensor] = []  # of this evaluation, scaled as their gradients are
+        self._losses: list[torch.Tensor] = []  # of this step; with a closure, scaled as their gradients are
         self._everyone = False  # True if ranks wait for each other in this step's forward and backward
         self.exchange: Exchange = Alone(optimizer)
         self._exchanges: dict[Ranks, Exchange] = {}  # none until lazy modules have shapes
@@ -91,7 +91,7 @@ class Update:
 
     def dense_only(self, feature: str, *, instead: str) -> DenseOnly:
         """Return a check for a feature that averages dense gradients only."""
-        return DenseOnly(feature, instead, self._names, self._world.rank)
+        return DenseOnly(feature, instead, self._names, self._world)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -185,18 +185,19 @@ class Update:
         return self.exchange.finish(self._made(batches))
 
     def _made(self, batches: Sequence[Batch]) -> Made:
-        return Made(self.weights, self._scale(), lambda: self._own_fault(batches))
+        return Made(self.weights, self._scale, lambda: self._own_fault(batches))
 
     def begin_open(self, samples: int) -> float | None:
         """Begin a step of up to so many samples that may close early; see `LossWeights.begin_open`."""
         self.detach()
         self.optimizer.zero_grad()
+        self._losses = []
         return self.weights.begin_open(samples)
 
     def is_mean_refused(
         self, gradients: dict[nn.Parameter, torch.Tensor], weight: float, samples: int, *, is_cut: bool
     ) -> bool:
-        """Step with the mean over ranks of such a step's gradients, or return True, as `apply` does."""
+        """Step with the mean over ranks of such a step's gradients; return True if all ranks refuse it."""
         if weight or not is_cut:  # else what was cut off may count
             self.weights.learn(weight, samples)
         for parameter, gradient in gradients.items():
@@ -222,7 +223,7 @@ class Update:
         return bool(self._options.nan_policy) and (not self.scaler.is_enabled() or self.scaler.get_scale() <= 1.0)
 
     def _refuses(self, applied: Applied) -> bool:
-        """Take the step with the gradients as they are, or return True; see `apply`."""
+        """Take the step with the gradients as they are; return True if all ranks refuse it: they are not finite."""
         optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
         is_missing = all(p.grad is None for p in parameters)
         if self.name and not applied.counts_nothing:
@@ -301,7 +302,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def without_reduction(optimizer: Any) -> AbstractContextManager[Any]:
-    """Within it, a step takes the gradients as they are; it is fused if it can be, which a distributed one knows."""
+    """Within it, a step takes the gradients as they are; a distributed optimizer decides itself whether it is fused."""
     if is_distributed(optimizer):
         held: AbstractContextManager[Any] = optimizer.skip_synchronize()
         return held

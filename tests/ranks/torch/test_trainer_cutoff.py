@@ -172,6 +172,12 @@ def test_a_loss_by_element_is_a_mean_or_a_sum_of_what_came(world, reduction):
 
 
 @pytest.mark.world_size(2)
+def test_no_step_keeps_the_losses_of_those_before(world):
+    trainer = kit.fit(model(), "sgd", data(96), accumulate=2, cutoff=1.0)
+    assert len(trainer._adapter._update._losses) <= 2
+
+
+@pytest.mark.world_size(2)
 def test_samples_that_count_nothing_are_no_error_where_others_were_cut_off(world):
     """Rank 0's first step has no count, and rank 1, whose samples count, is cut off in it."""
     steps = iter(range(1000))
