@@ -480,7 +480,7 @@ DEFECTS = (
     Defect(
         "seam: a delayed step with a gradient that is not finite keeps what it has counted",
         "hvdtrain/torch/adapter.py",
-        "if self._update.must_undo and",
+        "if applied.must_undo and",
         "if False and",
         unit("sync/test_delayed.py"),
     ),

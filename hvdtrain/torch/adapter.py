@@ -303,12 +303,12 @@ class TorchAdapter:
         if self._attempt is not None:
             self._attempt.begin(draws=self._micro_batches.adapts)
         self._evaluate(batches, first=first)
-        refused = self._update.apply(batches)
-        if self._update.must_undo and self._attempt is not None:
+        applied = self._update.apply(batches)
+        if applied.must_undo and self._attempt is not None:
             self._attempt.undo()
-        if refused is None:
+        if not applied.is_refused:
             return None
-        late = refused.fault
+        late = applied.fault
         return self._fault(self._update, batches) if late is None else self._update.late_fault(late)
 
     def _evaluate(self, batches: Sequence[Batch], *, first: bool, again: bool = False) -> None:
@@ -357,7 +357,7 @@ class TorchAdapter:
                     update.backward(without_gradient(found.mean))
             if begun == END:
                 return None
-            if update.apply(batches) is not None:
+            if update.apply(batches).is_refused:
                 return self._fault(update, batches, number)
             earlier += begun
         return None

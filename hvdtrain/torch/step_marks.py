@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdtrain.telemetry.step_times import StepTimes
 from hvdtrain.torch.ops import gpu_clock
+from hvdtrain.torch.ops.names import parameters_of
 
 
 def attach(times: StepTimes) -> Callable[[], None]:
@@ -86,7 +87,7 @@ class _StepMarks:
             facts["samples_per_step"] = max(self._samples, facts.get("samples_per_step", 0))
         self._samples = 0
         if "gradient_bytes" not in facts:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             reducer = getattr(optimizer, "_hvd_reducer", None)
             wire = "NoneCompressor" if reducer is None else reducer.options.compression.__name__
             facts |= {

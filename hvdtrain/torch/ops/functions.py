@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -17,6 +17,7 @@ from hvdtrain.system import pickling
 from hvdtrain.torch.ops import engine, lazy
 from hvdtrain.torch.ops.engine import Handle
 from hvdtrain.torch.ops.gather_ops import allgather_async, broadcast_async_
+from hvdtrain.torch.ops.names import parameters_of
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -121,7 +122,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """
     if engine.native().size() == 1:
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters_of(optimizer)
     is_root = engine.native().rank() == root_rank
     tensors: list[Tensor] = []
     layout = _describe(optimizer, params, tensors) if is_root else None
@@ -141,7 +142,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         handle.wait()
 
 
-def _describe(optimizer: torch.optim.Optimizer, params: list[Tensor], tensors: list[Tensor]) -> Any:
+def _describe(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], tensors: list[Tensor]) -> Any:
     """Return the state's structure, with each tensor replaced by its place in `tensors`."""
     place = {id(p): i for i, p in enumerate(params)}
 
@@ -163,7 +164,7 @@ def _describe(optimizer: torch.optim.Optimizer, params: list[Tensor], tensors: l
 
 
 def _assign(
-    optimizer: torch.optim.Optimizer, params: list[Tensor], options: list[Any], state: list[Any], root_rank: int
+    optimizer: torch.optim.Optimizer, params: Sequence[Tensor], options: list[Any], state: list[Any], root_rank: int
 ) -> list[Handle]:
     """Put the root's values where they belong; return handles on the tensors among them."""
     handles = []

@@ -1,8 +1,9 @@
-"""Names of a model's tensors as they are without torch.compile, which puts "_orig_mod." into them."""
+"""A model's and an optimizer's tensors; names are without torch.compile's "_orig_mod."."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -21,3 +22,8 @@ def parameters(model: nn.Module) -> Iterator[tuple[str, Parameter]]:
 def buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield `model.named_buffers()` with plain names."""
     return ((plain(name), buffer) for name, buffer in model.named_buffers())
+
+
+def parameters_of(optimizer: Any) -> list[Parameter]:
+    """Return an optimizer's parameters, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from hvdtrain.torch.reduction.exchange import Applied, Immediate, Made, parameters_of
+from hvdtrain.torch.ops.names import parameters_of
+from hvdtrain.torch.reduction.exchange import Applied, Exchange, Made
 
 
-class Alone(Immediate):
+class Alone(Exchange):
     """Scales this rank's gradients for the weights of its own step."""
 
     def __init__(self, optimizer: Any) -> None:

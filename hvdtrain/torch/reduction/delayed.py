@@ -16,8 +16,9 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import dtypes, engine
 from hvdtrain.torch.ops.functions import broadcast_parameters
+from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.ops.reduce_ops import Reduction, submit
-from hvdtrain.torch.reduction.exchange import Applied, DenseOnly, Immediate, Made, parameters_of
+from hvdtrain.torch.reduction.exchange import Applied, DenseOnly, Exchange, Made
 from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
 from hvdtrain.torch.reduction.reduction_unit import drain
 
@@ -131,7 +132,7 @@ class GradientInFlight:
         self._reduced = Reduced(Origin(**meta[_META]), gradients, is_restored=True)
 
 
-class Delayed(Immediate):
+class Delayed(Exchange):
     """Averages the gradients of a step while the next step computes.
 
     `finish` starts to reduce the gradients of this step, and puts the mean of the step before in their place.

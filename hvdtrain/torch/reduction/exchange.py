@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -41,13 +41,23 @@ class Applied:
     factor: float = 1.0  # corrects the scale of a loss of this step, as it has corrected the gradients'
     # Why the gradients may not be finite, if they are of an earlier step; None: look at this step.
     fault: Fault | None = None
+    is_refused: bool = False  # all ranks refuse to step with them, because they are not finite
     must_undo: bool = False  # what this rank has just computed is not finite, and a later step refuses it
 
 
-class Exchange(Protocol):
-    """Replaces the gradients of an optimizer's parameters by their mean over ranks."""
+class Exchange:
+    """Replaces the gradients of an optimizer's parameters by their mean over ranks.
 
-    can_give_up: bool  # other ranks wait in `finish` of the same step, and learn there that this rank gives up
+    By default nothing is attached to backward passes, and nothing outlives a step.
+    """
+
+    can_give_up = (
+        False  # True if other ranks wait in `finish` of the same step, and learn there that this rank gives up
+    )
+
+    def finish(self, made: Made) -> Applied:
+        """Average the gradients; a collective. RankGaveUp where a rank has called `give_up`."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Begin a fit, perhaps with other ranks than before; a collective."""
@@ -55,20 +65,19 @@ class Exchange(Protocol):
     def begin(self, passes: int, *, first: bool) -> None:
         """Begin a step of so many backward passes on this rank; `first` after the metrics were reset."""
 
-    def finish(self, made: Made) -> Applied:
-        """Average the gradients; a collective. RankGaveUp where a rank has called `give_up`."""
-
     def give_up(self) -> None:
         """Take part in `finish` without this rank's gradients; no rank takes the step."""
 
     def flush(self, made: Made) -> Applied | None:
-        """Put the gradients that are still in flight after the last step; None if there are none."""
+        """Put the gradients that are still in flight after the last step; return None if there are none."""
+        return None
 
     def detach(self) -> None:
         """Remove what is attached to backward passes, until the next step."""
 
     def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Return what `State.arrays` and `State.meta` hold of the exchange."""
+        """Return the part of `State.arrays` and of `State.meta` that is the exchange's."""
+        return {}, {}
 
     def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
         """Restore what `state` returned, or forget it if a checkpoint has nothing of this exchange."""
@@ -76,52 +85,10 @@ class Exchange(Protocol):
     @property
     def packed(self) -> NDArray[Any] | None:
         """Which gradients travel together, equal on all ranks; None if there is no choice."""
+        return None
 
     @packed.setter
     def packed(self, flags: NDArray[Any] | None) -> None: ...
-
-
-class Immediate:
-    """Defaults: nothing is attached to backward passes, and nothing outlives a step. Others override."""
-
-    can_give_up = False
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def begin(self, passes: int, *, first: bool) -> None:
-        """Do nothing."""
-
-    def give_up(self) -> None:
-        """Do nothing: no rank waits."""
-
-    def flush(self, made: Made) -> Applied | None:
-        """Return None."""
-        return None
-
-    def detach(self) -> None:
-        """Do nothing."""
-
-    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Return nothing."""
-        return {}, {}
-
-    def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    @property
-    def packed(self) -> NDArray[Any] | None:
-        """None."""
-        return None
-
-    @packed.setter
-    def packed(self, flags: NDArray[Any] | None) -> None:
-        """Forget what another exchange has packed."""
-
-
-def parameters_of(optimizer: Any) -> list[Parameter]:
-    """Return an optimizer's parameters, in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from hvdtrain.torch.reduction.exchange import Applied, Immediate, Made, RankGaveUp
+from hvdtrain.torch.reduction.exchange import Applied, Exchange, Made, RankGaveUp
 from hvdtrain.torch.reduction.reducer import FAILED
 
 
-class Overlapped(Immediate):
+class Overlapped(Exchange):
     """Lets an optimizer that `DistributedOptimizer` returned reduce, or several that are `Together`."""
 
     can_give_up = True

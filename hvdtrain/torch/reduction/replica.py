@@ -17,6 +17,7 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.compression import as_real
+from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.ops.reduce_ops import Reduction
 from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
 
@@ -151,7 +152,7 @@ class Replica:
 
 
 def _trained(optimizer: Any) -> list[Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 def _is_number(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError
+from hvdtrain.torch.ops.names import parameters_of
 
 Chosen = tuple[str, ...]  # the names of the optimizers that a loss trains
 END: Chosen = ()  # what a generator that has ended yields
@@ -85,7 +86,7 @@ def check_optimizers(optimizers: dict[str, Any]) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             named = f"optimizer[{name!r}]" if name else "optimizer"
             raise TypeError(f"{named} must be a torch.optim.Optimizer. Received: {optimizer!r}")
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             if parameter in owner:
                 shared = f"Received: one of shape {tuple(parameter.shape)} in {owner[parameter]!r} and {name!r}"
                 raise ValueError(f"Each parameter must have one optimizer. {shared}")

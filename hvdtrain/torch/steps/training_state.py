@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from hvdtrain.adapter import HostArrays, State
 from hvdtrain.data.trees import tree_map
 from hvdtrain.torch.ops import digests, dtypes, lazy, names
+from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.reduction.replica import Optimizers
 
 
@@ -74,7 +75,7 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
 
 
 def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    saved, parameters = optimizer.state_dict(), _parameters(optimizer)
+    saved, parameters = optimizer.state_dict(), parameters_of(optimizer)
     found: dict[str, torch.Tensor] = {}
     types: dict[str, str] = {}  # of what has another type than its parameter, in which torch would load it
     scalars: dict[str, dict[str, Any]] = {}
@@ -126,10 +127,6 @@ def _plain(value: Any) -> Any:
         parts = [_plain(each) for each in value]
         return None if None in parts else parts
     return value if isinstance(value, bool | int | float | str) else None
-
-
-def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _prefix(name: str) -> str:
@@ -185,7 +182,7 @@ def _restore_optimizer(arrays: dict[str, NDArray[Any]], meta: dict[str, Any], op
         for group, old in zip(optimizer.state_dict()["param_groups"], meta["groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     for name, dtype in meta.get("types", {}).items():
         index, key = name.split(".", 1)
         owner, _, place = key.rpartition(".")

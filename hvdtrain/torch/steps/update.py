@@ -20,10 +20,11 @@ from hvdtrain.torch.ops import lazy, names
 from hvdtrain.torch.ops.compression import Compression
 from hvdtrain.torch.ops.finite import all_finite, first_non_finite
 from hvdtrain.torch.ops.functions import broadcast_optimizer_state
+from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.reduction import fused_update
 from hvdtrain.torch.reduction.alone import Alone
 from hvdtrain.torch.reduction.delayed import Delayed, GradientInFlight
-from hvdtrain.torch.reduction.exchange import Applied, DenseOnly, Exchange, Made, parameters_of
+from hvdtrain.torch.reduction.exchange import Applied, DenseOnly, Exchange, Made
 from hvdtrain.torch.reduction.host_mean import HostMean
 from hvdtrain.torch.reduction.loss_weights import LossWeights
 from hvdtrain.torch.reduction.optimizer import DistributedOptimizer
@@ -57,7 +58,6 @@ class Update:
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=options.precision == "fp16")
         self.was_taken: Callable[[], bool] | None = None  # whether the step was; None if no update was tried
         self.is_reducing = False  # from where this rank's gradients are complete to the step's end
-        self.must_undo = False  # the last step's own gradient is not finite, and a later step refuses it
         self._options, self._world = options, world
         self._names = {parameter: each for each, parameter in names.parameters(model)}
         self._between_exchanges = between_exchanges
@@ -166,18 +166,10 @@ class Update:
         self._losses.append((loss if self.needs_closure else plain).detach())
         self.scaler.scale(loss).backward(inputs=inputs)
 
-    def apply(self, batches: Sequence[Batch]) -> Applied | None:
-        """Reduce, unscale, clip and step.
-
-        Returns:
-            What was reduced, if all ranks refuse to step with it because it is not finite; else None.
-
-        Raises:
-            RankGaveUp: a rank has called `give_up`.
-        """
+    def apply(self, batches: Sequence[Batch]) -> Applied:
+        """Reduce, unscale, clip and step. RankGaveUp where a rank has called `give_up`."""
         applied = self.reduce(batches)
-        self.must_undo = applied.must_undo
-        return applied if self._refuses(applied) else None
+        return replace(applied, is_refused=self._refuses(applied))
 
     def reduce(self, batches: Sequence[Batch]) -> Applied:
         """Replace the gradients by their mean, before `unscale_` tests them: ranks must agree to skip a step."""
@@ -243,7 +235,7 @@ class Update:
     def _check_reached(self) -> None:
         """Raise ValueError if the loss has no gradient for a named optimizer: on all ranks, since it is reduced."""
         for name, optimizer in optimizers_by_name(self.optimizer, self.name).items():
-            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            if all(p.grad is None for p in parameters_of(optimizer)):
                 raise ValueError(
                     f"step yields a loss for {name!r} that reaches no parameter of this optimizer. "
                     "Received: no gradient on any rank. Yield it with the optimizer whose parameters it trains."
