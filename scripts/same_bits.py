@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUPS = ("torch", "keras-tensorflow", "keras-torch", "keras-jax")
+sys.path.insert(0, str(ROOT / "tests" / "ranks"))
+from launch import rank_environment  # noqa: E402
+from run import GROUPS as EVERY_GROUP  # noqa: E402
+
+GROUPS = {
+    each.name: each for each in EVERY_GROUP if each.name in ("torch", "keras-tensorflow", "keras-torch", "keras-jax")
+}
 SIZES = (2, 3)
 LIMIT_S = 1800
 
@@ -30,20 +35,9 @@ Hashes = dict[str, str]  # "weights", "state", "metrics", each also with "resume
 def run(group: str, size: int, only: list[str]) -> dict[str, Hashes]:
     """Run a group's cases on `size` ranks; return each case's hashes, which are equal on all ranks or say so."""
     with tempfile.TemporaryDirectory() as folder:
-        framework, _, backend = group.partition("-")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "KERAS_BACKEND": backend or "torch",
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "OMP_NUM_THREADS": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        }
+        environment = rank_environment(GROUPS[group].environment())
         launcher = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(size), "-H", f"localhost:{size}"]
-        script = [sys.executable, str(ROOT / "scripts" / "same_bits_cases.py"), framework, folder, *only]
+        script = [sys.executable, str(ROOT / "scripts" / "same_bits_cases.py"), GROUPS[group].framework, folder, *only]
         done = subprocess.run(
             [*launcher, *script], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import os
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,10 @@ from typing import Any
 import numpy as np
 
 import hvdtrain
-from hvdtrain.callbacks import EMA, Callback, Checkpoint
+from hvdtrain.callbacks import EMA, Checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from stopping import StopAt, StoppedError
 
 SAMPLES, BATCH, EPOCHS, STOP = 53, 4, 2, 3
 TIMES = {"samples_per_s", "seconds"}
@@ -35,22 +35,6 @@ class Case:
     data: Callable[[], Any] | None = None
     sizes: tuple[int, ...] = (2, 3)
     resumes: bool = True
-
-
-class StoppedError(Exception):
-    """Stands for a kill."""
-
-
-class StopAt(Callback):
-    """Ends the run before a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_begin(self, trainer: Any, step: int) -> None:
-        """Raise StoppedError at the step."""
-        if trainer.global_step == self._step:
-            raise StoppedError
 
 
 def digest(arrays: Mapping[str, Any]) -> str:
@@ -362,21 +346,9 @@ def keras_cases() -> dict[str, Case]:
     return cases
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide warnings of frameworks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def main() -> None:
     """Run the cases whose names hold one of the words, and write their hashes."""
     framework, folder, *words = sys.argv[1:]
-    if framework == "keras" and importlib.util.find_spec("torch") and os.environ["KERAS_BACKEND"] == "torch":
-        import torch
-
-        torch.set_num_threads(1)
     world = hvdtrain.init(framework)
     cases = torch_cases() if framework == "torch" else keras_cases()
     functions = torch_functions() if framework == "torch" else {}
@@ -399,7 +371,8 @@ def is_wanted(name: str, words: list[str]) -> bool:
 def attempt(function: Callable[[], dict[str, str]], name: str) -> dict[str, str]:
     """Return a case's hashes; an option that is refused is a result, too."""
     try:
-        with quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return function()
     except (ValueError, TypeError) as error:
         return {"refused": str(error).partition(".")[0]}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,22 @@ class Outcome:
     repeatable: bool = False
 
 
+def rank_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of ranks that share two cores: this process's, what is `own`, and one thread a rank."""
+    environment = {
+        **os.environ,
+        **own,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    # The ranks decide by these names whether they are ranks: none may leak in from outside.
+    leaks = ("HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_", "PYTEST_CURRENT_TEST")
+    return {name: value for name, value in environment.items() if not name.startswith(leaks)}
+
+
 class Launch:
     """The ranks of one launch, from horovodrun's start to the end of the last process."""
 
@@ -103,22 +119,8 @@ class Launch:
             *("-np", str(size), "-H", f"localhost:{size}", *launcher_options),
             *(sys.executable, str(HERE / "worker.py"), *map(str, targets), *pytest_arguments),
         ]
-        self.environment = {
-            **os.environ,
-            **environment,
-            TOKEN: self.token,
-            "HVDTRAIN_RANKS_DIR": str(directory),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "OMP_NUM_THREADS": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        }
-        # The ranks decide by these names whether they are ranks: none may leak in from outside.
-        for name in [*self.environment]:
-            if name.startswith(("HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_", "PYTEST_CURRENT_TEST")):
-                del self.environment[name]
+        of_pytest = {"HVDTRAIN_RANKS_DIR": str(directory), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        self.environment = rank_environment({**environment, TOKEN: self.token, **of_pytest})
 
     def run(self) -> Outcome:
         """Run the ranks to their end and return what they found."""
