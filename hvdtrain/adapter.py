@@ -6,7 +6,7 @@ adapter reduces over ranks in its optimizer. It reads the world size from World,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -20,6 +20,35 @@ Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 Ranks = Literal["all", "host", "none"]
 
 
+# What a strategy may need of an adapter: to read and write weights before the first step, to step without other ranks
+# (`reduce_over("none")`) or with those of its host, to average weights during steps, `delay`, or `open_step`.
+Need = Literal["weights", "lone steps", "host steps", "weights in flight", "delay", "open steps"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What an adapter cannot do for one of these needs, and the reason, with what to use instead."""
+
+    needs: tuple[Need, ...]
+    received: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an option of the Trainer needs of an adapter."""
+
+    option: str  # as messages name it
+    reason: str
+    needs: tuple[Need, ...]
+
+    def check(self, refusals: Iterable[Refusal]) -> None:
+        """Raise ValueError if one of an adapter's refusals is of what is needed."""
+        for refusal in refusals:
+            if set(refusal.needs) & set(self.needs):
+                raise ValueError(f"With {self.option}, {self.reason}. Received: {refusal.received}: {refusal.reason}.")
+
+
 @dataclass(frozen=True)
 class Options:
     """The Trainer's options that concern a framework; `Trainer` explains each."""
@@ -30,9 +59,8 @@ class Options:
     compression: str = "none"
     nan_policy: str | None = None
     micro_batch: int | str | None = None
-    sync: str | None = None  # the name of a strategy, or None
-    is_delayed: bool = False  # whether each gradient is applied one step late
-    cutoff: bool = False  # whether steps are `OpenStep`s
+    cutoff: bool = False  # steps are `OpenStep`s
+    needs: tuple[Needs, ...] = ()  # of a strategy, and of cutoff
 
 
 @dataclass(frozen=True)
@@ -160,8 +188,6 @@ class Replica(Protocol):
     sizes are equal on all ranks after `agree`.
     """
 
-    is_asynchronous: bool  # whether `mean` returns while its exchange is in flight
-
     def agree(self) -> None:
         """Give all ranks the same entries of optimizer state; counters and loss scales become equal. A collective."""
 
@@ -206,9 +232,6 @@ class Adapter(Protocol):
     fault: Fault | None  # of the last train_step; needs options.nan_policy; set on all ranks or on none
     class_weight: dict[int, float] | None  # weight of training samples by class; ValueError where a loss has its own
     rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it
-    # Called within steps, on all ranks, if each step's exchange is in flight until the next step: at this point other
-    # collectives do not wait for one.
-    between_exchanges: Callable[[], None]
     notes: list[str]  # log lines on what the adapter has changed or kept; after a step the loop logs and removes them
 
     couples_samples: bool  # whether what a sample gives depends on the others of its rank's batch, as with BatchNorm
@@ -219,17 +242,6 @@ class Adapter(Protocol):
 
         It may make a GPU wait.
         """
-
-    @property
-    def in_sync(self) -> bool:
-        """Whether ranks hold equal weights: always, but between two synchronizations of a strategy."""
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a strategy's exchange is in flight, which another collective would wait for; equal on all ranks."""
-
-    def request_sync(self) -> None:
-        """Request that ranks hold equal weights soon: after the next step, or their next synchronization."""
 
     def reseed(self, seeds: Mapping[str, int]) -> None:
         """Seed those of the framework's generators that are in `seeds`, by their names in `rank_state`."""
@@ -252,8 +264,17 @@ class Adapter(Protocol):
 
         With "none", a rank steps alone: its gradient is a mean over its own samples, times its share of the step's
         samples, times the number of ranks. So the mean over ranks of their steps' gradients is that of all samples.
-        With "host", the ranks of a host step with the mean of these gradients over them. ValueError where a framework
-        cannot do that.
+        With "host", the ranks of a host step with the mean of these gradients over them.
+        """
+
+    def delay(self, between_exchanges: Callable[[], None]) -> None:
+        """Apply each step's gradient in the step after it, so that it is reduced while that step computes.
+
+        Called once, before `start`. `finish` applies the gradient of the last step.
+
+        Args:
+            between_exchanges: called in each step, on all ranks, where no gradient is in flight, for a collective that
+                shall not wait for one. An adapter with nothing in flight between steps need not call it.
         """
 
     def replica(self) -> Replica:

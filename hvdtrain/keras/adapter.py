@@ -16,7 +16,7 @@ import keras
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 
 import hvdtrain.keras as hvd
-from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
+from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, Refusal, State
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import as_array, tree_map
 from hvdtrain.distributed import launch_environment
@@ -36,11 +36,6 @@ from hvdtrain.keras.wrapping import adopt_optimizer
 
 log = logging.getLogger("hvdtrain")
 
-_NO_CUTOFF = (
-    "cutoff is for torch: Keras's compiled step computes a batch and applies its gradient at once. Received: a Keras "
-    "model with cutoff"
-)
-
 
 def make_adapter(
     model: keras.Model, *, optimizer: Any, loss: Any, metrics: Any, options: Options, world: World, step: Any = None
@@ -53,15 +48,8 @@ def make_adapter(
             "micro_batch is for torch: Keras's train_step computes a batch at once, and cannot be repeated. Use a "
             f"smaller batch_size, and accumulate. Received: micro_batch={options.micro_batch!r}"
         )
-    if options.cutoff:
-        raise ValueError(_NO_CUTOFF)
-    if options.is_delayed:
-        raise ValueError("sync=Delayed() is for torch: Keras's compiled step applies the gradient that it computes.")
-    if options.sync is not None and not model.built:
-        raise ValueError(
-            f"With sync=..., ranks agree on the weights before the first step. Give {model.name} a keras.Input, or "
-            f"build it. Received: sync={options.sync}, and a model that is not built"
-        )
+    for needs in options.needs:
+        needs.check(_refusals(model))
     plain = _plain_optimizer(model, optimizer, loss, metrics)
     layers = model._flatten_layers(include_self=True)
     _refuse_synchronized(layers, world)
@@ -89,6 +77,19 @@ def make_adapter(
             metrics = list(metrics) if isinstance(metrics, list | tuple) else [metrics]
         model.compile(optimizer=distributed, loss=loss, metrics=metrics or None, auto_scale_loss=False)
     return KerasAdapter(model, options, world)
+
+
+def _refusals(model: keras.Model) -> Iterator[Refusal]:
+    """Yield what Keras cannot do, and what this model cannot."""
+    kind = "a Keras model"
+    yield Refusal(("open steps",), kind, "its compiled step computes a batch and applies the gradient; use balance")
+    yield Refusal(("delay",), kind, "its compiled step applies the gradient that it computes; use sync=None")
+    yield Refusal(("host steps",), kind, "its compiled step reduces over all ranks or none; leave out `within`")
+    reason = "an exchange passes through the host, and a step would wait for it; leave out fragments and overlap"
+    yield Refusal(("weights in flight",), kind, reason)
+    if not model.built:
+        reason = "ranks agree on the weights before the first step; give it a keras.Input, or build it"
+        yield Refusal(("weights",), f"{model.name}, which is not built", reason)
 
 
 def _plain_optimizer(model: keras.Model, optimizer: Any, loss: Any, metrics: Any) -> Any:
@@ -135,8 +136,6 @@ _USE_TARGETS = ("train_step", "test_step", "compute_loss")
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
-    in_sync, in_flight = True, False
-
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
         self._model, self._options, self._world = model, options, world
         self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
@@ -147,7 +146,6 @@ class KerasAdapter:
         self.fault: Fault | None = None
         self._scales = isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer)
         self._updates_before: Any = None  # with loss scaling, the optimizer's iterations before the last step
-        self.between_exchanges: Callable[[], None] = lambda: None
         self.notes: list[str] = []
         self.class_weight: dict[int, float] | None = None
         norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
@@ -272,12 +270,7 @@ class KerasAdapter:
                 undo()
 
     def reduce_over(self, ranks: Ranks) -> None:
-        """Reduce the next steps' gradients over these ranks."""
-        if ranks == "host":
-            raise ValueError(
-                'within="host" is for torch: Keras\'s compiled step reduces gradients over all ranks or none. Use '
-                "LocalSGD(every=...) without it."
-            )
+        """Reduce the next steps' gradients over all ranks or none."""
         self._alone = ranks == "none"
         changed = [part.reduce(alone=self._alone) for part in self._parts]
         if any(changed):
@@ -286,9 +279,6 @@ class KerasAdapter:
     def replica(self) -> Replica:
         """Return access to weights and optimizer state."""
         return Replica(self._model, self._world)
-
-    def request_sync(self) -> None:
-        """Do nothing: ranks hold equal weights after each step."""
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""
@@ -336,8 +326,12 @@ class KerasAdapter:
         return scalars(self._logs if self._logs and self._logs.keys() != results.keys() else results)
 
     def open_step(self, step: OpenStep) -> None:
-        """Raise ValueError: see `make_adapter`."""
-        raise ValueError(_NO_CUTOFF)
+        """Raise NotImplementedError: see `_refusals`."""
+        raise NotImplementedError
+
+    def delay(self, between_exchanges: Callable[[], None]) -> None:
+        """Raise NotImplementedError: see `_refusals`."""
+        raise NotImplementedError
 
     def abandon(self) -> None:
         """Do nothing: no exchange is in flight between steps."""

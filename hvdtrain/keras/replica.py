@@ -20,8 +20,6 @@ Array = NDArray[Any]
 class Replica:
     """See `hvdtrain.adapter.Replica`. Arrays are NumPy's: values pass through the host, once in many steps."""
 
-    is_asynchronous = False
-
     def __init__(self, model: keras.Model, world: World) -> None:
         self._model, self._world = model, world
 
@@ -36,7 +34,7 @@ class Replica:
         assign(counters, [value.astype(dtype) for value, dtype in zip(agreed, dtypes, strict=True)])
 
     def parts(self, number: int) -> list[Replica]:
-        """Return this replica alone: strategies divide only the weights of a replica that `is_asynchronous`."""
+        """Return this replica alone: an exchange takes as long in parts."""
         return [self]
 
     def identities(self) -> list[int]:

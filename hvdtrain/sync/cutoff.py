@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import Adapter, OpenStep
+from hvdtrain.adapter import Adapter, Needs, OpenStep
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import Batch, Consumed, Source, as_divisible
 from hvdtrain.distributed.world import World
@@ -20,6 +20,7 @@ from hvdtrain.telemetry.interval import RankTimes
 
 log = logging.getLogger("hvdtrain")
 
+NEEDS = Needs("cutoff", "ranks contribute different batches to a step", ("open steps",))
 Record = dict[int, list[int]]  # for each step that was cut, by its number in the run: batches by rank
 
 # What needs all ranks is postponed to a step without a cut. If so many steps in a row were cut, ranks wait instead.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdtrain.adapter import Adapter, Options
+from hvdtrain.adapter import Adapter, Needs, Options
 from hvdtrain.distributed.world import World
 from hvdtrain.sync.strategy import Strategy
+from hvdtrain.sync.synchronizer import Synchronizer
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,13 @@ class Delayed(Strategy):
     of a non-finite gradient one step later; "skip" leaves that gradient out.
     """
 
-    is_delayed = True
+    @property
+    def needs(self) -> Needs:
+        """Gradients that are applied one step late."""
+        return Needs("sync=Delayed", "no step waits for other ranks", ("weights", "delay"))
 
-    def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
-        """Return the adapter, which delays by itself: see `is_delayed`."""
-        return adapter
+    def synchronizer(self, adapter: Adapter, options: Options, world: World) -> Synchronizer:
+        """Return the synchronizer of every step: the adapter delays by itself."""
+        found = Synchronizer(adapter, world)
+        adapter.delay(lambda: found.between_exchanges())
+        return found

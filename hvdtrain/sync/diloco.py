@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hvdtrain.adapter import Adapter, Options
+from hvdtrain.adapter import Adapter, Need, Needs, Options
 from hvdtrain.distributed.world import World
-from hvdtrain.sync.periodic import Period, PeriodicAdapter
+from hvdtrain.sync.periodic import Period, Periodic
 from hvdtrain.sync.strategy import Strategy, check_count, describe_period
+from hvdtrain.sync.synchronizer import Synchronizer
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,23 @@ class DiLoCo(Strategy):
         """Return a log line if `every` exceeds these steps."""
         return describe_period(self, self.every, steps)
 
-    def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
-        """Return an adapter that takes outer steps periodically; ValueError on one rank, or if it cannot overlap."""
+    @property
+    def needs(self) -> Needs:
+        """Steps without other ranks; with fragments or overlap, exchanges of weights that are in flight meanwhile."""
+        needs: tuple[Need, ...] = ("weights", "lone steps")
+        if self._period.is_streaming:
+            needs += ("weights in flight",)
+        return Needs("sync=DiLoCo", "ranks step alone", needs)
+
+    @property
+    def _period(self) -> Period:
+        return Period(self.every, lr=self.lr, momentum=self.momentum, fragments=self.fragments, overlap=self.overlap)
+
+    def synchronizer(self, adapter: Adapter, options: Options, world: World) -> Synchronizer:
+        """Return what takes outer steps every so many steps; ValueError on one rank."""
         if world.size == 1:
             raise ValueError(
                 f"DiLoCo averages over ranks. Received: sync={self} on one rank. Launch with `horovodrun -np N python "
                 "script.py`, or use sync=None."
             )
-        period = Period(self.every, lr=self.lr, momentum=self.momentum, fragments=self.fragments, overlap=self.overlap)
-        if period.is_streaming and not adapter.replica().is_asynchronous:
-            raise ValueError(
-                "DiLoCo: fragments and overlap are for torch. In Keras an exchange passes through the host, and a step "
-                f"would wait for it. Received: fragments={self.fragments}, overlap={self.overlap}"
-            )
-        return PeriodicAdapter(adapter, period, options, world)
+        return Periodic(adapter, self._period, options, world)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdtrain.adapter import Adapter, Options, Ranks
+from hvdtrain.adapter import Adapter, Need, Needs, Options, Ranks
 from hvdtrain.distributed.world import World
-from hvdtrain.sync.periodic import Period, PeriodicAdapter
+from hvdtrain.sync.periodic import Period, Periodic
 from hvdtrain.sync.strategy import Strategy, check_count, describe_period
+from hvdtrain.sync.synchronizer import Synchronizer
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,13 @@ class LocalSGD(Strategy):
         """Return a log line if `every` exceeds these steps."""
         return describe_period(self, self.every, steps)
 
-    def wrap(self, adapter: Adapter, options: Options, world: World) -> Adapter:
-        """Return an adapter that averages weights periodically; ValueError if it cannot reduce within a host."""
+    @property
+    def needs(self) -> Needs:
+        """Steps without other ranks, or with those of the host."""
+        needs: tuple[Need, ...] = ("weights", "lone steps", "host steps") if self.within else ("weights", "lone steps")
+        return Needs("sync=LocalSGD", "ranks step alone", needs)
+
+    def synchronizer(self, adapter: Adapter, options: Options, world: World) -> Synchronizer:
+        """Return what averages weights every so many steps."""
         within: Ranks = "host" if self.within else "none"
-        if self.within and world.size > 1:
-            adapter.reduce_over(within)  # which raises where a framework cannot do it
-        return PeriodicAdapter(adapter, Period(self.every, self.after_steps, within), options, world)
+        return Periodic(adapter, Period(self.every, self.after_steps, within), options, world)

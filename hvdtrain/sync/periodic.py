@@ -15,7 +15,7 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync.outer import Outer
-from hvdtrain.sync.strategy import WrappedAdapter
+from hvdtrain.sync.synchronizer import Synchronizer
 
 _VELOCITY = "sync.velocity."  # of names in checkpoints
 
@@ -38,8 +38,8 @@ class Period:
         return self.fragments > 1 or self.overlap > 0
 
 
-class PeriodicAdapter(WrappedAdapter):
-    """Takes steps alone, and synchronizes weights and optimizer state after every so many, and after each epoch.
+class Periodic(Synchronizer):
+    """Lets ranks step alone, and synchronizes weights and optimizer state every so many steps, and after each epoch.
 
     State that has a value for each weight, such as momentum and Adam's averages, is averaged with the weights (Yu, Jin
     and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD", 2019). So all ranks are equal
@@ -50,8 +50,9 @@ class PeriodicAdapter(WrappedAdapter):
     """
 
     def __init__(self, adapter: Adapter, period: Period, options: Options, world: World) -> None:
-        super().__init__(adapter)
-        self._period, self._compression, self._world = period, options.compression, world
+        super().__init__(adapter, world)
+        self._period, self._compression = period, options.compression
+        self._fault: Fault | None = None  # of the last step, or of which ranks have learned after it
         self._checks = options.nan_policy is not None
         self._steps = 0  # of the run
         self._alone = 0  # steps since ranks were equal
@@ -59,7 +60,8 @@ class PeriodicAdapter(WrappedAdapter):
         self._faulty: Fault | None = None  # this rank's first since then
         self._fault_at = 0
         self._refused = 0  # this rank's steps in a row that it did not take, up to the last one
-        self._is_loaded = False  # whether no step was taken since `load_state`: a fit then continues that run
+        self._is_loaded = False  # True if no step was taken since `load_state`: a fit then continues that run
+        self._is_together = True  # the current step is synchronous
         self._velocities: dict[str, NDArray[Any]] = {}  # of a checkpoint, until outers are made for its weights
         self._outers: list[Outer] = []
         self._identities: list[list[int]] = []  # of the weights that they synchronize
@@ -67,7 +69,7 @@ class PeriodicAdapter(WrappedAdapter):
 
     @property
     def in_sync(self) -> bool:
-        """Whether ranks hold equal weights and optimizer state."""
+        """True if ranks hold equal weights and optimizer state."""
         return self._alone == 0
 
     @property
@@ -77,11 +79,11 @@ class PeriodicAdapter(WrappedAdapter):
         What loss scaling skips on one rank alone counts: other ranks may have taken it.
         """
         is_alone = self._world.size > 1 and self._steps > self._period.after_steps
-        return self.fault is None and (is_alone or self._adapter.step_taken)
+        return self._fault is None and (is_alone or self.adapter.step_taken)
 
     @property
     def in_flight(self) -> bool:
-        """Whether an exchange of weights is in flight."""
+        """True if an exchange of weights is in flight."""
         return any(outer.in_flight for outer in self._outers)
 
     def request_sync(self) -> None:
@@ -118,7 +120,7 @@ class PeriodicAdapter(WrappedAdapter):
     def _make_outers(self) -> list[Outer]:
         """Return the outer optimizer of each fragment: new ones if other weights are trained than before."""
         period = self._period
-        parts = self._adapter.replica().parts(period.fragments)
+        parts = self.adapter.replica().parts(period.fragments)
         identities = [part.identities() for part in parts]
         if identities != self._identities:
             if self._alone:
@@ -149,31 +151,33 @@ class PeriodicAdapter(WrappedAdapter):
         for outer, velocity in zip(self._outers, found, strict=True):
             outer.velocity = velocity
 
-    def train_step(self, batches: Sequence[Batch]) -> None:
-        """Take a step alone, and synchronize what is due; the first `after_steps` are synchronous."""
-        period = self._period
+    def before_step(self) -> None:
+        """Let the rank step alone, or with its host; the first `after_steps` steps are synchronous."""
         self._is_loaded = False
-        if self._steps < period.after_steps or self._world.size == 1:
-            self._adapter.reduce_over("all")
-            super().train_step(batches)
-            self._steps += 1
-            return
-        if not self._alone:
+        self._is_together = self._steps < self._period.after_steps or self._world.size == 1
+        if not self._is_together and not self._alone:
             for outer in self._make_outers():
                 outer.begin()
-        self._adapter.reduce_over(self._period.within)
-        self._adapter.train_step(batches)
-        self.fault = None
+        self.adapter.reduce_over("all" if self._is_together else self._period.within)
+
+    def after_step(self, batches: Sequence[Batch]) -> Fault | None:
+        """Synchronize what is due."""
+        period, fault = self._period, self.adapter.fault
         self._steps += 1
+        if self._is_together:
+            self._fault = fault
+            return fault
+        self._fault = None
         self._alone += 1
-        self._refused = 0 if self._adapter.fault is None else self._refused + 1
-        if self._adapter.fault is not None and self._faulty is None:
-            self._faulty, self._fault_at = replace(self._adapter.fault, batches=batches), self._steps
+        self._refused = 0 if fault is None else self._refused + 1
+        if fault is not None and self._faulty is None:
+            self._faulty, self._fault_at = replace(fault, batches=batches), self._steps
         done = self._steps - period.after_steps
         if self._is_requested or (done % period.every == 0 and not period.is_streaming):
             self._synchronize()
         elif period.is_streaming:
             self._stream(done)
+        return self._fault
 
     def _stream(self, done: int) -> None:
         """End the exchange that is due to end after this step, and start the one that is due to start."""
@@ -189,15 +193,16 @@ class PeriodicAdapter(WrappedAdapter):
                     outer.finish()
                     recorder.exchanged()
 
-    def settle(self) -> None:
+    def make_equal(self) -> Fault | None:
         """Synchronize weights after an epoch too; then statistics, as always."""
         if self._alone:
             self._synchronize()
-        super().settle()
+        super().make_equal()
+        return self._fault
 
     def _synchronize(self) -> None:
         """Make all weights and optimizer state equal on all ranks."""
-        replica, outers = self._adapter.replica(), self._make_outers()
+        replica, outers = self.adapter.replica(), self._make_outers()
         replica.agree()
         for outer in outers:
             outer.finish()
@@ -223,12 +228,12 @@ class PeriodicAdapter(WrappedAdapter):
         found, ago, in_a_row = self._world.allreduce(numbers, "max", name="sync.faults").tolist()
         if found:
             fault = self._faulty or Fault("another rank's", None, float("nan"))
-            self.fault = replace(fault, steps_ago=ago, in_a_row=max(1, in_a_row), is_late=True)
+            self._fault = replace(fault, steps_ago=ago, in_a_row=max(1, in_a_row), is_late=True)
         self._faulty = None
 
     def state(self) -> State:
         """Return the adapter's state, the velocities, and how many steps are done."""
-        state = self._adapter.state()
+        state = super().state()
         meta = {**state.meta, "sync": {"steps": self._steps, "fragments": self._period.fragments}}
         return replace(state, arrays=state.arrays | self._host_velocities(), meta=meta)
 
@@ -238,7 +243,7 @@ class PeriodicAdapter(WrappedAdapter):
         others = {name: array for name, array in state.arrays.items() if name not in velocities}
         meta = dict(state.meta)
         own = meta.pop("sync", {"steps": 0, "fragments": 0})
-        self._adapter.load_state(replace(state, arrays=others, meta=meta))
+        super().load_state(replace(state, arrays=others, meta=meta))
         self._steps, self._alone, self._outers, self._identities = own["steps"], 0, [], []
         fits = self._period.momentum and own["fragments"] == self._period.fragments
         self._velocities, self._is_loaded = velocities if fits else {}, True

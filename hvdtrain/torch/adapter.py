@@ -60,8 +60,6 @@ _MODES, _TRAINED, _SYNCS = "max.train_mode", "max.requires_grad", "max.collectiv
 class TorchAdapter:
     """Takes steps of a torch.nn.Module; `DistributedOptimizer` reduces over ranks. `Trainer` explains the arguments."""
 
-    in_sync, in_flight = True, False  # also if delayed: see `between_exchanges`
-
     def __init__(
         self,
         model: nn.Module,
@@ -85,7 +83,6 @@ class TorchAdapter:
         check(model, optimizers, loss, step, options)
         lazy.agree(model, world)
         self._options, self._world, self._device = options, world, torch.device(world.device)
-        self.between_exchanges: Callable[[], None] = lambda: None
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
         self._device = training_state.place(model, self._device)
@@ -115,7 +112,6 @@ class TorchAdapter:
         self._totals = Totals(named, self._device, world, losses)
         self._reduced = world.size > 1 or launch_environment.reduces_alone()
         self._how: dict[str, Any] = {"loss": loss, "options": options, "world": world}
-        self._how["between_exchanges"] = lambda: self.between_exchanges()
         self._updates = {name: Update(each, model, name=name, **self._how) for name, each in optimizers.items()}
         self._joined: dict[Chosen, Update] = {}  # of the optimizers that one loss has trained
         self._update = next(iter(self._updates.values()))
@@ -236,6 +232,10 @@ class TorchAdapter:
         """Reduce the next steps' gradients over these ranks."""
         for update in self._updates.values():
             update.reduce_over(ranks)
+
+    def delay(self, between_exchanges: Callable[[], None]) -> None:
+        """Apply each step's gradient in the step after it."""
+        self._update.delay(between_exchanges)
 
     def replica(self) -> Replica:
         """Return access to weights and optimizer state."""
@@ -380,9 +380,6 @@ class TorchAdapter:
         if not batch.local_count:
             self._check_data(batch)
         return step.run(batch)
-
-    def request_sync(self) -> None:
-        """Do nothing: ranks hold equal weights after each step."""
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to loss and metrics."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import checkpoint
-from hvdtrain.adapter import Adapter, State
+from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import CheckpointOptions, RunId, with_arrays, without_arrays
 from hvdtrain.checkpoint import Contents, Writer
 from hvdtrain.checkpoint.lock import FolderLock, Holder
@@ -25,6 +25,7 @@ from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.rank_state import Arrays
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import CheckpointError, HvdTrainError
+from hvdtrain.sync.synchronizer import Synchronizer
 from hvdtrain.system import scratch
 from hvdtrain.system.settings import RUN_ID
 from hvdtrain.training import learning_rate
@@ -39,8 +40,8 @@ _OWN_WRITER_S = 120.0
 # The file of callbacks' arrays, and the prefix of their names in the broadcast. They are equal on all ranks.
 _CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
 
-# The adapter of the Trainer that last used a folder, by its path: a run of this process must not resume another's.
-_users: dict[str, weakref.ref[Adapter]] = {}
+# The Trainer that last used a folder, by the folder's path: a run of this process must not resume another's.
+_users: dict[str, weakref.ref[Synchronizer]] = {}
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class RunCheckpoints:
         self._writer = Writer()
         self._lock = FolderLock(options.store.root)
 
-    def claim(self, adapter: Adapter) -> None:
-        """Note that the folder's run is now the one of this adapter's Trainer."""
-        _users[os.path.realpath(self._store.root)] = weakref.ref(adapter)
+    def claim(self, sync: Synchronizer) -> None:
+        """Note that the folder's run is now the one of this Trainer."""
+        _users[os.path.realpath(self._store.root)] = weakref.ref(sync)
 
     def hold(self, run: RunId, *, before: RunId | None) -> None:
         """Lock the folder for this run, until `release`; a collective call.
@@ -85,10 +86,10 @@ class RunCheckpoints:
         holder = Holder(run.id, run.name, job)
         self._on_root(lambda: self._lock.acquire(holder, is_own=is_own, limit_s=_OWN_WRITER_S), "lock")
 
-    def check_writable(self, adapter: Adapter, run: RunId) -> None:
+    def check_writable(self, sync: Synchronizer, run: RunId) -> None:
         """Check that a checkpoint can be written, before training begins; a collective call."""
         # The first step may create more state. Without it the number is too small, so no large disk is refused.
-        state = _state_if_built(adapter)
+        state = _state_if_built(sync)
 
         def check() -> None:
             self._lock.describe(Holder(run.id, run.name, os.environ.get(RUN_ID)))
@@ -97,12 +98,12 @@ class RunCheckpoints:
 
         self._on_root(check, "checkpoint folder")
 
-    def save(self, adapter: Adapter, snapshot: Snapshot) -> None:
+    def save(self, sync: Synchronizer, snapshot: Snapshot) -> None:
         """Save the current state. Training waits while it is copied, and until the previous one is written."""
         progress, background, built = snapshot.meta["position"], self.options.background, self.options.built
         self.saved_at = progress["global_step"]
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
-        state = _state(adapter, self._world)
+        state = _state(sync, self._world)
 
         def submit() -> None:
             self._writer.wait()
@@ -161,7 +162,7 @@ class RunCheckpoints:
         """Move existing checkpoints to a folder from which resume="auto" does not resume."""
         self._on_root(self._store.set_aside, "set aside")
 
-    def restore(self, adapter: Adapter, *, lr_factor: float) -> Snapshot | None:
+    def restore(self, sync: Synchronizer, *, lr_factor: float) -> Snapshot | None:
         """Load the newest complete checkpoint as `load` does, and warn of each that is skipped; None without one.
 
         meta["is_others"] is true if another Trainer of this process has used the folder.
@@ -176,10 +177,10 @@ class RunCheckpoints:
                 _warn_not_finite(found[0], f"to resume from {finite}, move later ones away." if finite else afresh)
             if found is not None:
                 user = _users.get(os.path.realpath(self._store.root))
-                found[1].meta["is_others"] = user is not None and user() is not adapter
+                found[1].meta["is_others"] = user is not None and user() is not sync
             return found
 
-        return restore(find, adapter, lr_factor=lr_factor, world=self._world)
+        return restore(find, sync, lr_factor=lr_factor, world=self._world)
 
     def _on_root(self, action: Callable[[], None], name: str) -> None:
         agreement.together(action, world=self._world, name=name)
@@ -187,10 +188,10 @@ class RunCheckpoints:
 
 @contextmanager
 def held(
-    options: Sequence[CheckpointOptions], adapter: Adapter, run: RunId, *, before: RunId | None, world: World
+    options: Sequence[CheckpointOptions], sync: Synchronizer, run: RunId, *, before: RunId | None, world: World
 ) -> Iterator[list[RunCheckpoints]]:
     """Lock the folders of checkpoints. However the block ends, finish writing; see `RunCheckpoints.hold`."""
-    state = _state_if_built(adapter) if options else State()
+    state = _state_if_built(sync) if options else State()
     for option in options:
         if not option.frozen and not option.built:  # once, before a run resumes: what the script has built
             option.built.update(_digests(state))
@@ -209,29 +210,29 @@ def _digests(state: State) -> dict[str, str]:
     return {name: checkpoint.digest(state.arrays[name]) if name in state.frozen else "" for name in state.arrays}
 
 
-def _state(adapter: Adapter, world: World) -> State:
-    """Return the adapter's state, or raise on every rank if one cannot; a collective call."""
+def _state(sync: Synchronizer, world: World) -> State:
+    """Return the state, or raise on every rank if one cannot; a collective call."""
     with agreement.everywhere(world=world, name="state"):
-        return adapter.state()
+        return sync.state()
 
 
-def _state_if_built(adapter: Adapter) -> State:
-    """Return the adapter's state, which is empty while lazy modules have no shapes; a collective call."""
+def _state_if_built(sync: Synchronizer) -> State:
+    """Return the state, which is empty while lazy modules have no shapes; a collective call."""
     with suppress(ValueError):  # from a lazy module
-        return adapter.state()
+        return sync.state()
     return State()
 
 
-def save(directory: Any, adapter: Adapter, snapshot: Snapshot, *, world: World) -> None:
+def save(directory: Any, sync: Synchronizer, snapshot: Snapshot, *, world: World) -> None:
     """Write one checkpoint to `directory`; a collective call. HvdTrainError if ranks hold different weights."""
-    if not adapter.in_sync:
+    if not sync.in_sync:
         raise HvdTrainError(
             "save() was called between two synchronizations of sync=..., where each rank holds weights of its own. "
             "Call it where trainer.in_sync is True, as in on_epoch_end. "
             f"Received: directory={directory!r} on rank {world.rank}"
         )
     everyones = rank_state.gather(snapshot.arrays, world=world)
-    state = _state(adapter, world)
+    state = _state(sync, world)
 
     def write() -> None:
         contents = pack(state, everyones, snapshot.meta, world=world, copy=False)
@@ -247,17 +248,17 @@ def read_config(directory: Any, *, world: World) -> Any:
     )
 
 
-def load(directory: Any, adapter: Adapter, *, lr_factor: float, world: World) -> Snapshot | None:
-    """Load a checkpoint on the root; `adapter.start` gives the others, which need not see its disk, the root's state.
+def load(directory: Any, sync: Synchronizer, *, lr_factor: float, world: World) -> Snapshot | None:
+    """Load a checkpoint on the root; `sync.start` gives its state to the others, which need not see the root's disk.
 
     The Snapshot, with this rank's own state, is to be loaded after everything else.
     """
-    return restore(lambda: _read(directory), adapter, lr_factor=lr_factor, world=world)
+    return restore(lambda: _read(directory), sync, lr_factor=lr_factor, world=world)
 
 
-def load_weights(directory: Any, adapter: Adapter, *, world: World) -> None:
-    """Load the weights and buffers of a checkpoint on the root; `adapter.start` gives them to the others."""
-    now = _state(adapter, world)
+def load_weights(directory: Any, sync: Synchronizer, *, world: World) -> None:
+    """Load the weights and buffers of a checkpoint on the root; `sync.start` gives them to the others."""
+    now = _state(sync, world)
 
     def read() -> None:
         place, contents = _read(directory)
@@ -265,7 +266,7 @@ def load_weights(directory: Any, adapter: Adapter, *, world: World) -> None:
         _add_frozen(place, contents, now)
         weights = {f"model.{name}": array for name, array in contents.arrays["model"].items()}
         try:
-            adapter.load_state(State(kept | weights, now.meta))
+            sync.load_state(State(kept | weights, now.meta))
         except ValueError as error:
             raise CheckpointError(f"Checkpoint {place} is of another model: {error}") from error
 
@@ -287,7 +288,7 @@ def _warn_not_finite(directory: Any, advice: str) -> None:
 
 
 def restore(
-    find: Callable[[], tuple[Path, Contents] | None], adapter: Adapter, *, lr_factor: float, world: World
+    find: Callable[[], tuple[Path, Contents] | None], sync: Synchronizer, *, lr_factor: float, world: World
 ) -> Snapshot | None:
     """Load the checkpoint that `find` returns, with its path, on the root; None if there is none. See `load`."""
     arrays: Arrays = {}
@@ -300,23 +301,23 @@ def restore(
     leaves_out = agreement.together(look, world=world, name="find")
     if leaves_out is None:
         return None
-    now = _state(adapter, world) if leaves_out else State()
+    now = _state(sync, world) if leaves_out else State()
 
     def read() -> dict[str, Any]:
         directory, contents = found.pop()
         meta = contents.meta
         _add_frozen(directory, contents, now)
         try:
-            adapter.load_state(unpack(contents))
+            sync.load_state(unpack(contents))
         except ValueError as error:
             raise CheckpointError(f"Checkpoint {directory} is of another model: {error}") from error
         del meta["adapter"]
         before = learning_rate.factor(meta["config"]["lr_scaling"], meta["world_size"])
         if before != lr_factor:
-            rates = adapter.learning_rates
-            adapter.learning_rates = [rate * lr_factor / before for rate in rates]
+            rates = sync.adapter.learning_rates
+            sync.adapter.learning_rates = [rate * lr_factor / before for rate in rates]
             written = count_ranks(meta["world_size"])
-            log.info("lr %s -> %s (written on %s)", rates, adapter.learning_rates, written)
+            log.info("lr %s -> %s (written on %s)", rates, sync.adapter.learning_rates, written)
         meta["restored_from"] = str(directory)
         arrays.update(contents.arrays.get("ranks", {}))
         arrays.update({f"0/{_OF_CALLBACKS}{name}": a for name, a in contents.arrays.get(_CALLBACKS, {}).items()})

@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.adapter import Adapter
 from hvdtrain.checkpoint import Contents
 from hvdtrain.distributed import elastic, frameworks, rank_state
 from hvdtrain.distributed.world import World
+from hvdtrain.sync.synchronizer import Synchronizer
 from hvdtrain.training import checkpointing
 from hvdtrain.training.checkpointing import Snapshot
 
@@ -17,9 +17,9 @@ from hvdtrain.training.checkpointing import Snapshot
 class FitState(elastic.State):
     """The last commit, in every rank's memory, because any rank may die; and what Horovod's driver reports of hosts."""
 
-    def __init__(self, adapter: Adapter, world: World) -> None:
+    def __init__(self, sync: Synchronizer, world: World) -> None:
         super().__init__(bcast_object=world.broadcast_object, get_rank=lambda: world.rank)
-        self._adapter = adapter
+        self._sync = sync
         self._world = world
         self._saved: Contents | None = None
 
@@ -31,7 +31,7 @@ class FitState(elastic.State):
     def commit(self, snapshot: Snapshot) -> None:
         """Replace the last commit by a copy of the current state; a collective call."""
         everyones = rank_state.gather(snapshot.arrays, world=self._world, everywhere=True)
-        self._saved = checkpointing.pack(self._adapter.state(), everyones, snapshot.meta, world=self._world, copy=True)
+        self._saved = checkpointing.pack(self._sync.state(), everyones, snapshot.meta, world=self._world, copy=True)
 
     def find(self, *, lr_factor: float) -> Snapshot | None:
         """Load the root's last commit, if it has one; see `checkpointing.load`."""
@@ -42,7 +42,7 @@ class FitState(elastic.State):
                 return None
             return Path("in memory"), Contents(self._saved.arrays, dict(self._saved.meta))
 
-        return checkpointing.restore(find, self._adapter, lr_factor=lr_factor, world=self._world)
+        return checkpointing.restore(find, self._sync, lr_factor=lr_factor, world=self._world)
 
     def begin_next_round(self) -> None:
         """End this round of `fit`, on all ranks."""
@@ -51,7 +51,7 @@ class FitState(elastic.State):
     def restore(self) -> None:
         """Load this rank's copy, to undo a step that has failed."""
         if self._saved is not None:
-            self._adapter.load_state(checkpointing.unpack(self._saved))
+            self._sync.load_state(checkpointing.unpack(self._saved))
 
     def sync(self) -> None:
         """Do nothing: `fit` synchronizes at its beginning."""

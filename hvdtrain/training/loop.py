@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import CallbackList, RunContext
 from hvdtrain.distributed import agreement, rank_state, streams, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import FolderInUseError
+from hvdtrain.sync.synchronizer import Synchronizer
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import Snapshot
 from hvdtrain.training.due import Due
@@ -47,17 +47,19 @@ class Loop:
     """
 
     def __init__(
-        self, context: RunContext, adapter: Adapter, learning_rate: LearningRate, config: dict[str, Any]
+        self, context: RunContext, sync: Synchronizer, learning_rate: LearningRate, config: dict[str, Any]
     ) -> None:
+        adapter = sync.adapter
         self.state = RunState(adapter, config, context.world)
         self.decisions: list[str] = []
         self.in_epoch = False
-        self._context, self._world, self._adapter, self._lr = context, context.world, adapter, learning_rate
+        self._context, self._world, self._lr = context, context.world, learning_rate
+        self._sync, self._adapter = sync, adapter
         self._accumulate: int = config["accumulate"]
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
         self._due = Due()
-        self.saver = Saver(context, adapter, self._due, self.snapshot)
-        self._adapter.between_exchanges = self._exchange_early
+        self.saver = Saver(context, sync, self._due, self.snapshot)
+        sync.between_exchanges = self._exchange_early
         # Of the current or last fit:
         self._fit: Fit
         self._hooks = CallbackList([])
@@ -136,7 +138,7 @@ class Loop:
         self.saver.begin(
             state.run_id or fit.run_id, global_step=self.progress.global_step, will_write=not self._end.is_over
         )
-        self._adapter.start()
+        self._sync.start()
         state.begin_streams(in_threads=fit.reads_in_threads)
         self._describe(lines)
         return list(found.get("callbacks", ()))
@@ -187,7 +189,7 @@ class Loop:
             self._note(each.describe_best())
         for hook in self._hooks:
             hook.on_training_end(self._context)
-        fault = self._adapter.finish()  # after the last checkpoint, from which more epochs may be trained
+        fault = self._sync.finish()  # after the last checkpoint, from which more epochs may be trained
         self._nan_policy.must_stop(fault, (), at="The last step")
         for hook in self._hooks:
             hook.on_fit_end(self._context)
@@ -291,11 +293,10 @@ class Loop:
         """Note where a longer run resumes, and synchronize ranks, which may tell of a step that was not taken."""
         if self._end.why not in (None, "nan_policy") and not self.progress.has_read(self._fit.steps.source):
             self.state.end_within_epoch(self.snapshot())
-        if self._context.in_sync:
+        if self._sync.in_sync:
             return
-        self._adapter.settle()  # only now ranks learn of steps that one of them has left out
-        at = f"The last step of epoch {self.progress.epoch + 1}"
-        if self._nan_policy.must_stop(self._adapter.fault, (), at=at):
+        fault = self._sync.make_equal()  # only now ranks learn of steps that one of them has left out
+        if self._nan_policy.must_stop(fault, (), at=f"The last step of epoch {self.progress.epoch + 1}"):
             self._stop_by_nan_policy()
 
     def _report(self, logs: dict[str, float]) -> bool:
@@ -343,9 +344,10 @@ class Loop:
                 hook.on_step_begin(context, step)
             self._set_learning_rate(step)
             recorder.ended("other")
+            self._sync.before_step()
             take(group)
+            fault = self._sync.after_step(group)
             recorder.ended("compute")
-            fault = self._adapter.fault
             stops = self._nan_policy.must_stop(fault, group, at=f"Step {step + 1} of epoch {progress.epoch + 1}")
             if not stops or (fault is not None and fault.is_late):
                 progress.advance(steps.took(group))
@@ -382,10 +384,10 @@ class Loop:
         self.saver.save_due()
         self._end.check_budget()
         if not self._pace.has_report:
-            self._exchange(postponed=self._adapter.in_flight or self._fit.steps.was_cut)
+            self._exchange(postponed=self._sync.in_flight or self._fit.steps.was_cut)
         if self._due:
-            self._adapter.request_sync()  # before these, if ranks do not hold equal weights
-        if self._due.stop and self._context.in_sync:
+            self._sync.request_sync()  # before these, if ranks do not hold equal weights
+        if self._due.stop and self._sync.in_sync:
             self._stop_on_request()
         self._end_interval()
 
@@ -393,7 +395,7 @@ class Loop:
         """Validate if it is due after this step; return the metrics."""
         step, validation = self.progress.global_step, self._fit.validation
         self._due.validation |= validation.is_due(step)
-        if not (self._due.validation and self._context.in_sync):
+        if not (self._due.validation and self._sync.in_sync):
             return {}
         self._due.validation = False
         with self._pace.paused():

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import CheckpointOptions, RunContext, RunId
+from hvdtrain.sync.synchronizer import Synchronizer
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot, held
 from hvdtrain.training.due import Due
 from hvdtrain.training.fit import Fit
@@ -21,7 +21,7 @@ class Saver:
 
     Args:
         context: the run.
-        adapter: has the state that is saved.
+        sync: has the state that is saved.
         due: learns which checkpoints are due.
         snapshot: returns what else is saved.
 
@@ -29,16 +29,16 @@ class Saver:
         folders: the folders of checkpoints of the current or last fit.
     """
 
-    def __init__(self, context: RunContext, adapter: Adapter, due: Due, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, context: RunContext, sync: Synchronizer, due: Due, snapshot: Callable[[], Snapshot]) -> None:
         self.folders: Sequence[RunCheckpoints] = ()
-        self._context, self._adapter, self._due, self._snapshot = context, adapter, due, snapshot
+        self._context, self._sync, self._due, self._snapshot = context, sync, due, snapshot
         self._known: dict[CheckpointOptions, RunCheckpoints] = {}  # the folders, and others to which callbacks save
         self._commits: FitState | None = None  # while a fit of an elastic job runs
 
     @contextmanager
     def hold(self, fit: Fit, *, before: RunId | None) -> Iterator[None]:
         """Lock the folders of a fit for the block; see `RunCheckpoints.hold`."""
-        with held(fit.checkpoints, self._adapter, fit.run_id, before=before, world=self._context.world) as self.folders:
+        with held(fit.checkpoints, self._sync, fit.run_id, before=before, world=self._context.world) as self.folders:
             self._commits = fit.commits
             try:
                 yield
@@ -52,17 +52,17 @@ class Saver:
             if resume == "never":
                 each.set_aside()
             else:
-                found = each.restore(self._adapter, lr_factor=lr_factor) or found
+                found = each.restore(self._sync, lr_factor=lr_factor) or found
         return found
 
     def begin(self, run: RunId, *, global_step: int, will_write: bool) -> None:
         """Begin to save a run at this step, in folders that this rank's disk takes."""
         for each in self.folders:
             self._known[each.options] = each
-            each.claim(self._adapter)
+            each.claim(self._sync)
             each.saved_at = global_step
             if will_write:
-                each.check_writable(self._adapter, run)
+                each.check_writable(self._sync, run)
 
     def save_when_equal(self, options: CheckpointOptions) -> None:
         """Save the current state, once ranks hold equal weights."""
@@ -81,7 +81,7 @@ class Saver:
         self._due.saved(folder)
         if self._context.step:  # an epoch's end has its own commit
             self.commit()
-        folder.save(self._adapter, self._snapshot())
+        folder.save(self._sync, self._snapshot())
 
     def save_and_wait(self) -> None:
         """Save the current state to every folder of the fit, and wait until it is written."""

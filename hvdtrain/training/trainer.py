@@ -20,9 +20,10 @@ from hvdtrain.distributed.world import World, init_if_missing
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync import as_strategy
 from hvdtrain.sync.balance import Balance, check_balance
-from hvdtrain.sync.cutoff import CutoffPlan, check_cutoff
+from hvdtrain.sync.cutoff import NEEDS, CutoffPlan, check_cutoff
 from hvdtrain.sync.steps import OrdinarySteps, Steps
 from hvdtrain.sync.strategy import Strategy
+from hvdtrain.sync.synchronizer import Synchronizer
 from hvdtrain.training import checkpointing, learning_rate, preemption
 from hvdtrain.training.arguments import (
     as_budget,
@@ -145,25 +146,25 @@ class Trainer:
         if not self._elastic:
             given = {**self._config, "cutoff": self._cutoff}
             agreement.require_equal(given, world=self.world, what="the Trainer's options")
+        needs = [NEEDS] if self._cutoff is not None else []
         options = Options(
-            accumulate, clip_norm, precision, compression, nan_policy, micro_batch,
-            sync=None if strategy is None else type(strategy).__name__,
-            is_delayed=strategy is not None and strategy.is_delayed, cutoff=self._cutoff is not None,
+            accumulate, clip_norm, precision, compression, nan_policy, micro_batch, cutoff=self._cutoff is not None,
+            needs=(*needs, strategy.needs) if strategy else tuple(needs),
         )  # fmt: skip
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
             model, optimizer=optimizer, loss=loss, step=step, metrics=metrics, options=options, world=self.world
         )
-        if strategy is not None:
-            self._adapter = strategy.wrap(self._adapter, options, self.world)
+        parts = self._adapter, self.world
+        self._sync = strategy.synchronizer(self._adapter, options, self.world) if strategy else Synchronizer(*parts)
         self._lr = learning_rate.LearningRate(
             self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
         )
-        self._loop = Loop(self, self._adapter, self._lr, self._config)
+        self._loop = Loop(self, self._sync, self._lr, self._config)
         self._chosen = {"optimizer": name_of(optimizer), "loss": name_of(loss), "step": name_of(step)}
         self._budget, self._fit_config = Budget(), dict[str, Any]()  # of the current or last fit
         self._run_folder = RunFolder()
         if not self._elastic:
-            self._adapter.start()  # evaluate and predict, too, need the same model on all ranks
+            self._sync.start()  # evaluate and predict, too, need the same model on all ranks
 
     def fit(
         self,
@@ -266,7 +267,7 @@ class Trainer:
             if self._elastic:
                 from hvdtrain.training import elastic
 
-                commits = elastic.FitState(self._adapter, self.world)
+                commits = elastic.FitState(self._sync, self.world)
                 elastic.run(lambda: fit_round(commits), commits, framework_of(self.model))
             else:
                 fit_round(None)
@@ -389,7 +390,7 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint could not be written.
         """
-        checkpointing.save(directory, self._adapter, self._loop.snapshot(), world=self.world)
+        checkpointing.save(directory, self._sync, self._loop.snapshot(), world=self.world)
 
     @classmethod
     def load(cls, directory: str, model: Any, *, weights_only: bool = False, **options: Any) -> Trainer:
@@ -414,11 +415,11 @@ class Trainer:
         config = {} if weights_only else checkpointing.read_config(directory, world=world)
         trainer = cls(model, **{**config, **options})
         if weights_only:
-            checkpointing.load_weights(directory, trainer._adapter, world=world)
+            checkpointing.load_weights(directory, trainer._sync, world=world)
         else:
-            found = checkpointing.load(directory, trainer._adapter, lr_factor=trainer._lr.factor, world=world)
+            found = checkpointing.load(directory, trainer._sync, lr_factor=trainer._lr.factor, world=world)
             trainer._loop.state.restore(found)
-        trainer._adapter.start()
+        trainer._sync.start()
         return trainer
 
     @property
@@ -518,12 +519,12 @@ class Trainer:
     @property
     def step_taken(self) -> bool:
         """False if the last step was left out, by nan_policy="skip" or by loss scaling; equal on all ranks."""
-        return self._adapter.step_taken
+        return self._sync.step_taken
 
     @property
     def in_sync(self) -> bool:
         """True if ranks hold equal weights: always, except between two synchronizations of a strategy (`sync`)."""
-        return self._adapter.in_sync
+        return self._sync.in_sync
 
     def save_checkpoint(self, options: CheckpointOptions) -> None:
         """Save the current state; a collective call. See `hvdtrain.callbacks.Checkpoint.save`."""
@@ -535,16 +536,16 @@ class Trainer:
         Call it on every rank: adapters may gather state from ranks. Those of this version do not, so that one rank's
         call also works.
         """
-        state = self._adapter.state()
+        state = self._sync.state()
         return replace(state, arrays={name: np.array(array) for name, array in state.arrays.items()}) if copy else state
 
     def load_state(self, state: State) -> None:
         """Load what `state` returned; call it on every rank, with equal state."""
-        self._adapter.load_state(state)
+        self._sync.load_state(state)
 
     def repair(self) -> None:
         """Give every rank the root's weights and optimizer state; a collective call."""
-        self._adapter.start()
+        self._sync.start()
 
     def local_metrics(self) -> dict[str, float]:
         """Return this rank's running metrics of the epoch or the validation set. It makes a GPU wait; no collective."""

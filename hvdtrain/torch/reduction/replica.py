@@ -28,8 +28,6 @@ _SCALE = ("scale", "_growth_tracker")  # of a GradScaler's state
 class Replica:
     """See `hvdtrain.adapter.Replica`. Weights in half precision are averaged in float32."""
 
-    is_asynchronous = True
-
     def __init__(self, optimizers: Optimizers, world: World, only: Sequence[Parameter] | None = None) -> None:
         self._optimizers, self._world, self._only = optimizers, world, only
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from hvdtrain.adapter import Options
+from hvdtrain.adapter import Need, Options, Refusal
 from hvdtrain.torch.ops import dtypes, lazy
 from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
 from hvdtrain.torch.steps.closure import needs_closure
@@ -29,8 +30,8 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
     dtypes.check(model, precision=options.precision)
     if options.micro_batch == "auto":
         _check_repeatable(model, several=list(optimizers) != [""])
-    if options.sync or options.cutoff:
-        _check_alone(model, optimizers, options)
+    for needs in options.needs:
+        needs.check(_refusals(model, optimizers, options))
     for optimizer in optimizers.values():
         if needs_closure(optimizer):
             _check_closure(optimizer, options, several=list(optimizers) != [""])
@@ -42,33 +43,30 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
             )
 
 
-def _check_alone(model: nn.Module, optimizers: dict[str, Any], options: Options) -> None:
-    """Raise ValueError for what ranks must do together in every step."""
-    reasons = {
-        "SyncBatchNorm": any(isinstance(module, SyncBatchNorm) for module in model.modules())
-        and "its layers exchange statistics in every step; use BatchNorm",
-        f"the optimizers {', '.join(optimizers)}": list(optimizers) != [""]
-        and "ranks agree on the optimizer at each yield; use one optimizer",
-        "a lazy module": lazy.first(model) is not None
-        and "its parameters have no shapes before the first batch; call the model once on a batch before",
-        "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
-        and "ranks search along one line together; use another optimizer",
-        "micro_batch='auto'": options.micro_batch == "auto"
-        and "all ranks repeat a step when one runs out of memory; use micro_batch=N",
-    }
-    what = "no step waits for other ranks" if options.is_delayed else "ranks step alone"
-    given = f"sync={options.sync}"
-    if options.cutoff:
-        del reasons["SyncBatchNorm"]  # which is a BatchNorm
-        given, what = "cutoff", "ranks contribute different batches to a step"
-        norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-        reasons["BatchNorm"] = norms and "its statistics would depend on what was cut off; use LayerNorm or GroupNorm"
-        reasons[f"micro_batch={options.micro_batch}"] = (
-            options.micro_batch is not None and "batches are cut off whole; use a smaller batch_size and accumulate"
-        )
-    for received, reason in reasons.items():
-        if reason:
-            raise ValueError(f"With {given}, {what}. Received: {received}: {reason}.")
+def _refusals(model: nn.Module, optimizers: dict[str, Any], options: Options) -> Iterator[Refusal]:
+    """Yield what ranks must do together in every step."""
+    unequal: tuple[Need, ...] = ("lone steps", "delay")  # steps of ranks that do not wait for each other
+    each: tuple[Need, ...] = (*unequal, "open steps")
+    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        yield Refusal(unequal, "SyncBatchNorm", "its layers exchange statistics in every step; use BatchNorm")
+    if list(optimizers) != [""]:
+        names = f"the optimizers {', '.join(optimizers)}"
+        yield Refusal(each, names, "ranks agree on the optimizer at each yield; use one optimizer")
+    if lazy.first(model) is not None:
+        reason = "its parameters have no shapes before the first batch; call the model once on a batch before"
+        yield Refusal(each, "a lazy module", reason)
+    if any(map(needs_closure, optimizers.values())):
+        reason = "ranks search along one line together; use another optimizer"
+        yield Refusal(each, "an optimizer that needs a closure", reason)
+    if options.micro_batch == "auto":
+        reason = "all ranks repeat a step when one runs out of memory; use micro_batch=N"
+        yield Refusal(each, "micro_batch='auto'", reason)
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        reason = "its statistics would depend on what was cut off; use LayerNorm or GroupNorm"
+        yield Refusal(("open steps",), "BatchNorm", reason)
+    if options.micro_batch is not None:
+        reason = "batches are cut off whole; use a smaller batch_size and accumulate"
+        yield Refusal(("open steps",), f"micro_batch={options.micro_batch}", reason)
 
 
 def _check_repeatable(model: nn.Module, *, several: bool) -> None:

@@ -37,7 +37,6 @@ class Update:
     """Reduces the gradients of one optimizer's parameters, and takes its step; or of several, if they are `Together`.
 
     `loss` is None for a step of the user's own, whose losses bring their counts. One of several has a `name`.
-    `between_exchanges` is called where a delayed exchange has no gradient in flight.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Update:
         loss: Any,
         options: Options,
         world: World,
-        between_exchanges: Callable[[], None],
         name: str = "",
     ) -> None:
         self.name = name
@@ -60,7 +58,6 @@ class Update:
         self.is_reducing = False  # from where this rank's gradients are complete to the step's end
         self._options, self._world = options, world
         self._names = {parameter: each for each, parameter in names.parameters(model)}
-        self._between_exchanges = between_exchanges
         self._losses: list[torch.Tensor] = []  # of this step; with a closure, scaled as their gradients are
         self._everyone = False  # True if ranks wait for each other in this step's forward and backward
         self.exchange: Exchange = Alone(optimizer)
@@ -78,16 +75,18 @@ class Update:
             self.optimizer = DistributedOptimizer(self.optimizer, every, compression, options.accumulate)
             self.optimizer._hvd_reducer.count_again()
         every_step: Exchange = Overlapped(self.optimizer) if has_peers else Alone(self.optimizer)
-        if options.is_delayed:
-            in_flight = GradientInFlight([(n, p) for p, n in self._names.items()], options.compression, world)
-            dense = self.dense_only("sync=Delayed()", instead="sync=None")
-            every_step = Delayed(self.optimizer, in_flight, dense, self._between_exchanges)
         within = self.dense_only('LocalSGD(within="host")', instead="within=None")
         by_host = HostMean(self.optimizer, within, world)
         self._exchanges = {"all": every_step, "host": by_host, "none": Alone(self.optimizer)}
         self.exchange = every_step
         if not isinstance(self.optimizer, Together):
             self.detach()
+
+    def delay(self, between_exchanges: Callable[[], None]) -> None:
+        """Apply each step's gradient in the step after it; see `Adapter.delay`."""
+        in_flight = GradientInFlight([(n, p) for p, n in self._names.items()], self._options.compression, self._world)
+        dense = self.dense_only("sync=Delayed()", instead="sync=None")
+        self.exchange = self._exchanges["all"] = Delayed(self.optimizer, in_flight, dense, between_exchanges)
 
     def dense_only(self, feature: str, *, instead: str) -> DenseOnly:
         """Return a check for a feature that averages dense gradients only."""
