@@ -381,7 +381,7 @@ DEFECTS = (
     Defect(
         "cutoff: a mean is divided by what was planned, not by what came",
         "hvdtrain/torch/reduction/cut.py",
-        "(1.0 if expected is None else expected / weight)",
+        "mean.correction(rounding=0.0)",
         "1.0",
         ranks("torch", "cutoff and the_mean_of_a_step"),
     ),

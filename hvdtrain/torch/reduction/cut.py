@@ -29,6 +29,7 @@ from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.finite import all_finite, first_non_finite
 from hvdtrain.torch.ops.reduce_ops import Reduction, submit
 from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
+from hvdtrain.torch.reduction.weighted_mean import WeightedMean
 
 # When a rank is so many steps behind, the others wait for it: for each of them it holds a gradient in memory.
 _MOST_BEHIND = 8
@@ -241,20 +242,21 @@ class CutExchange(threading.Thread):
             self._closed += 1
         size, rank = self._world.size, self._world.rank
         counts = [float(own.batches * (rank == each)) for each in range(size)]
-        there = [float(p in own.gradients) for p in self._parameters]
-        weight, samples, *others = _sum([own.weight, own.samples, *counts, *there], "cutoff.numbers")
+        mean = WeightedMean([float(p in own.gradients) for p in self._parameters], own.weight, expected)
+        samples, *counts = _sum([own.samples, *counts, *mean.numbers], "cutoff.numbers")
+        mean.receive(counts[size:])
         fault = None
         if self._checks and not all_finite([*own.gradients.values()]):
             fault = first_non_finite(own.gradients.items())
-        sent = [p for p, present in zip(self._parameters, others[size:], strict=True) if present] if weight else []
+        sent = [p for p, present in zip(self._parameters, mean.flags, strict=True) if present and mean.weight]
         gradients = [own.gradients[p] if p in own.gradients else torch.zeros_like(p).detach() for p in sent]
         if gradients:
             # Before they are added up: a half-precision sum of what is to be divided could overflow.
-            torch._foreach_mul_(gradients, (1.0 if expected is None else expected / weight) / size)
+            torch._foreach_mul_(gradients, mean.correction(rounding=0.0) / size)
             add = Reduction(engine.Sum, process_set=engine.global_set())
             gradients = GradientExchange(gradients, add, name="cutoff", compression=self._compression).wait()
-        batches = np.array(others[:size]).round().astype(np.int64)
-        return Mean(batches, weight, round(samples), dict(zip(sent, gradients, strict=True)), fault)
+        batches = np.array(counts[:size]).round().astype(np.int64)
+        return Mean(batches, mean.weight or 0.0, round(samples), dict(zip(sent, gradients, strict=True)), fault)
 
 
 def _sum(numbers: Sequence[float], name: str) -> list[float]:

@@ -21,6 +21,7 @@ from hvdtrain.torch.ops.reduce_ops import Reduction, submit
 from hvdtrain.torch.reduction.exchange import Applied, DenseOnly, Exchange, Made
 from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
 from hvdtrain.torch.reduction.reduction_unit import drain
+from hvdtrain.torch.reduction.weighted_mean import WeightedMean
 
 _PREFIX, _META = "sync.gradient.", "delayed"  # in `State.arrays` and `State.meta`
 
@@ -219,8 +220,8 @@ class _Sent:
     def __init__(self, parameters: list[Parameter], origin: Origin, fault: Fault | None, compression: str) -> None:
         self._parameters, self._origin, self.fault = parameters, origin, fault
         ranks = engine.global_set()
-        flags = [float(p.grad is not None) for p in parameters]
-        numbers = torch.tensor([origin.total or 0.0, *flags], dtype=torch.float64)
+        self._mean = WeightedMean([float(p.grad is not None) for p in parameters], origin.total, origin.expected)
+        numbers = torch.tensor(self._mean.numbers, dtype=torch.float64)
         how = Reduction(engine.Sum, process_set=ranks)
         self._numbers = submit([numbers], how, "delayed.numbers", in_place=True, counted=False)
         gradients = [torch.zeros_like(p).detach() if p.grad is None else p.grad.detach() for p in parameters]
@@ -236,20 +237,13 @@ class _Sent:
 
     def wait(self) -> Reduced:
         """Wait for the mean, corrected for the sum of the ranks' weights."""
-        total, *present = self._numbers.wait()[0].tolist()
-        origin = self._origin
-        if origin.total is not None:
-            origin.total = total
-        results = self._exchange.wait()
-        correction = 1.0
-        if origin.total and abs(total - origin.expected) > 1e-5 * origin.expected:
-            correction = origin.expected / total  # as `Reducer` does
-        means = zip(self._parameters, results, present, strict=True)
+        self._mean.receive(self._numbers.wait()[0].tolist())
+        means = zip(self._parameters, self._exchange.wait(), self._mean.flags, strict=True)
         gradients = {parameter: mean for parameter, mean, there in means if there}
-        if correction != 1.0:
+        if (correction := self._mean.correction()) != 1.0:
             for each in gradients.values():
                 each.mul_(correction)
-        return Reduced(origin, gradients, self.fault)
+        return Reduced(replace(self._origin, total=self._mean.weight), gradients, self.fault)
 
     def drain(self) -> None:
         """Wait without a result."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import World
+from hvdtrain.torch.reduction.weighted_mean import WeightedMean
 
 ELEMENTWISE = tuple(vars(torch.nn)[f"{x}Loss"] for x in ("MSE", "L1", "SmoothL1", "Huber", "BCE", "BCEWithLogits"))
 BY_CLASS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
@@ -172,10 +173,10 @@ class LossWeights:
         """Scale gradients of one process or rank, which no reducer has scaled, for the sum of their step."""
         if self._loss is None and not self.alone:
             self.learn(self.weight)
-        if self.weight and self.weight != self.expected:
+        if (factor := WeightedMean((), self.weight, self.expected).correction(rounding=0.0)) != 1.0:
             for each in parameters:
                 if each.grad is not None:
-                    each.grad.mul_(self.expected / self.weight)
+                    each.grad.mul_(factor)
 
     @property
     def samples(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hvdtrain.torch.reduction.exchange import Applied, Exchange, Made, RankGaveUp
-from hvdtrain.torch.reduction.reducer import FAILED
+from hvdtrain.torch.reduction.weighted_mean import FAILED
 
 
 class Overlapped(Exchange):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from itertools import islice
@@ -23,10 +22,9 @@ from hvdtrain.torch.ops.engine import Adasum, Average, Handle
 from hvdtrain.torch.ops.reduce_ops import active_ranks_async
 from hvdtrain.torch.reduction import bucket
 from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
+from hvdtrain.torch.reduction.weighted_mean import FAILED, WeightedMean
 
-FAILED = -math.inf  # the weight of a rank that could not compute its gradients; then the sum over ranks is this, too
-
-_Counts = list[list[tuple[int, int]]]  # for each unit and parameter: on how many ranks it is dense, and sparse
+_Counts = list[list[tuple[float, float]]]  # for each unit and parameter: on how many ranks it is dense, and sparse
 
 ANOTHERS_BACKWARD = (
     "If another optimizer's loss goes through these parameters, as a GAN's does, leave them out of its backward: "
@@ -283,17 +281,16 @@ class Reducer:
         for unit in self._units:
             if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
                 unit.start(self._all_active)
-        active, total, counts = self._exchange_flags(weight)
+        mean = WeightedMean([flag for unit in self._units for flag in unit.flags()], weight, expected)
+        active, counts = self._exchange_flags(mean)
+        total = mean.weight
         if counts is not None:
             self._start_what_others_have(counts)
         for unit in self._units:
             unit.begin_second_half()
-        correction = 1.0
+        correction = mean.correction()
         if weight is None and self.options.op == Average:
             correction = size / active
-        elif total and abs(total - expected) > 1e-5 * expected:
-            # With a tolerance: float32 and the mean's factor have rounded the sum.
-            correction = expected / total
         for index, unit in enumerate(self._units):
             if unit.is_started:
                 present = None if counts is None else [any(ranks) for ranks in counts[index]]
@@ -318,14 +315,13 @@ class Reducer:
             if not unit.is_started and any(map(any, ranks)):
                 unit.start(self._all_active, sparse=bool(ranks[0][1]))
 
-    def _exchange_flags(self, weight: float | None) -> tuple[int, float | None, _Counts | None]:
-        """Return how many ranks have not joined, the sum of their weights, and the counts, equal on all ranks.
+    def _exchange_flags(self, mean: WeightedMean) -> tuple[int, _Counts | None]:
+        """Add up weights and flags over ranks; return how many ranks have not joined, and the counts.
 
         There are no counts where every rank has exactly the gradients of this one. What is exchanged is reduced as
         gradients are; what the reduction multiplied it by is undone here.
         """
-        flags = [flag for unit in self._units for flag in unit.flags()]
-        numbers = [1.0, weight or 0.0, *flags]
+        flags, numbers = mean.flags, [1.0, *mean.numbers]
         if self._closing is not None:
             how, received = self._closing.how, self._closing.exchange(numbers, self._all_active)
         else:
@@ -337,16 +333,16 @@ class Reducer:
         size = how.process_set.size()
         factor = how.prescale_factor * how.postscale_factor
         one = factor / size if how.op == Average else factor  # what a rank adds to a received number
-        total = None if weight is None and received[1] != FAILED else received[1] / one
         # In nearly all steps, all ranks have the same flags, so that their mean equals this rank's.
         if how.op == Average and factor == 1.0 == received[0] and received[2:] == flags:
-            return size, total, None
+            mean.receive([received[1] / one, *flags])
+            return size, None
+        mean.receive([received[1] / one, *(round(number / one) for number in received[2:])])
         active = round(received[0] / one) if engine.is_global(how.process_set) else size
-        ranks = [round(number / one) for number in received[2:]]
-        if active == size and ranks == [size * flag for flag in flags]:
-            return active, total, None
-        pairs = zip(ranks[::2], ranks[1::2], strict=True)
-        return active, total, [list(islice(pairs, len(unit.params))) for unit in self._units]
+        if active == size and mean.flags == [size * flag for flag in flags]:
+            return active, None
+        pairs = zip(mean.flags[::2], mean.flags[1::2], strict=True)
+        return active, [list(islice(pairs, len(unit.params))) for unit in self._units]
 
     def scale_gradients(self) -> None:
         """Average the gradients over the step's backward passes, if so requested, without any reduction."""
