@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch.ops import engine
-from hvdtrain.torch.ops.compression import REDUCED, FP16Compressor, NoneCompressor
+from hvdtrain.torch.ops import engine, pack
+from hvdtrain.torch.ops.compression import FP16Compressor, NoneCompressor
 from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUnit, dense_gradient, store_gradient
-
-# Below the first size, copying a gradient is cheaper than sending it alone: two passes through the cache against 20 us
-# of Python and a negotiation. The second is the largest size of a bucket.
-_SMALL_BYTES = 2**18
-_BUCKET_BYTES = 2**20
-# All ranks wait for backward's last bucket, so it is small: other gradients are sent earlier.
-_LAST_BYTES = 2**15
-# A model this small uses one bucket: another negotiation would cost more than it hides.
-_TINY_BYTES = 2**19
-
-
-def pack(params: Iterable[Parameter]) -> list[list[Parameter]]:
-    """Return the small ones among `params` in buckets of one type and device, in about the order of backward."""
-    native = [param for param in reversed(list(params)) if param.dtype in REDUCED]
-    is_tiny = sum(param.nbytes for param in native) <= _TINY_BYTES
-    buckets: dict[tuple[torch.dtype, torch.device], list[list[Parameter]]] = {}
-    for param in native:
-        if param.nbytes >= _SMALL_BYTES and not is_tiny:
-            continue
-        alike = buckets.setdefault((param.dtype, param.device), [[]])
-        if sum(p.nbytes for p in alike[-1]) + param.nbytes > _BUCKET_BYTES:
-            alike.append([])
-        alike[-1].append(param)
-    packed = [bucket for alike in buckets.values() for bucket in alike if len(bucket) > 1]
-    return packed if is_tiny or not packed else packed[:-1] + _split_end(packed[-1])
-
-
-def _split_end(params: list[Parameter]) -> list[list[Parameter]]:
-    """Split a bucket: the second part has backward's last gradients, if possible at most `_LAST_BYTES`."""
-    room, first = _LAST_BYTES, len(params)
-    while first > 0 and (room := room - params[first - 1].nbytes) >= 0:
-        first -= 1
-    first = min(first, len(params) - 1)
-    return [params[:first], params[first:]] if first > 0 else [params]
 
 
 def can_pack(options: ReducerOptions) -> bool:
@@ -71,17 +37,13 @@ class Bucket(ReductionUnit):
     ) -> None:
         super().__init__(params, names, options, scale)
         self._shapes = [p.shape for p in params]
-        sizes = [p.numel() for p in params]
         dtype, wire_type = params[0].dtype, _wire_type(params[0], options)
-        self._flat = torch.zeros(header + sum(sizes), dtype=wire_type, device=params[0].device)
+        self._flat = torch.zeros(header + sum(p.numel() for p in params), dtype=wire_type, device=params[0].device)
         # In NumPy, where a small operation costs a tenth of torch's.
         self._header = self._flat[:header].numpy() if header else np.zeros(0)
         # The reduced gradients in their own type, in which they may still be multiplied.
         self._result = self._flat if dtype is wire_type else torch.zeros_like(self._flat, dtype=dtype)
-        self._views, self._results = (
-            [view.view(p.shape) for view, p in zip(flat[header:].split(sizes), params, strict=True)]
-            for flat in (self._flat, self._result)
-        )
+        self._views, self._results = (pack.parts(flat[header:], self._shapes) for flat in (self._flat, self._result))
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""

@@ -6,16 +6,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hvdtrain.torch.ops import pack
 from hvdtrain.torch.ops.compression import Compression, FP16Compressor
 from hvdtrain.torch.ops.engine import Handle
 from hvdtrain.torch.ops.reduce_ops import BF16Exchange, Reduction, submit
 from hvdtrain.torch.reduction.reduction_unit import drain
-
-# Smaller gradients of one type and device travel in one tensor. To copy one costs less than to negotiate it alone.
-_SMALL_BYTES = 2**18
 
 
 class GradientExchange:
@@ -61,8 +58,7 @@ class _Part:
             self._thread = _SecondHalf(self._handle.first_half)
             self._thread.start()
             return
-        alone = len(self._gradients) == 1
-        flat = self._gradients[0] if alone else torch.cat([each.reshape(-1) for each in self._gradients])
+        flat = self._gradients[0] if len(self._gradients) == 1 else pack.flat(self._gradients)
         sent, _ = (FP16Compressor if compression == "fp16" else Compression.none).compress(flat)
         self._handle = submit([sent], how, name, in_place=True, counted=False)
 
@@ -72,8 +68,7 @@ class _Part:
             self._thread.finish()
         results = self._handle.wait()
         if self._thread is None and len(self._gradients) > 1:
-            parts = results[0].split([each.numel() for each in self._gradients])
-            results = [part.view(each.shape) for part, each in zip(parts, self._gradients, strict=True)]
+            results = pack.parts(results[0], [each.shape for each in self._gradients])
         reduced = [result.to(each.dtype) for result, each in zip(results, self._gradients, strict=True)]
         return dict(zip(self._members, reduced, strict=True))
 
@@ -112,13 +107,6 @@ class _SecondHalf(threading.Thread):
 
 def _groups(gradients: Sequence[Tensor], compression: str) -> list[list[int]]:
     """Return numbers of gradients that travel in one operation: small ones together, with bf16 all of a device."""
-    groups: list[list[int]] = []
-    together: dict[Any, list[int]] = {}
-    for index, each in enumerate(gradients):
-        if compression == "bf16":
-            together.setdefault(each.device, []).append(index)
-        elif each.nbytes < _SMALL_BYTES:
-            together.setdefault((each.device, each.dtype), []).append(index)
-        else:
-            groups.append([index])
-    return [*groups, *together.values()]
+    if compression == "bf16":
+        return pack.alike(range(len(gradients)), lambda index: gradients[index].device)
+    return pack.small_together(gradients)

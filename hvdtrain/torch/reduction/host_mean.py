@@ -11,10 +11,11 @@ from torch.nn import Parameter
 
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
-from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops import engine, pack
 from hvdtrain.torch.ops.compression import as_real, from_real
 from hvdtrain.torch.reduction.alone import Alone
 from hvdtrain.torch.reduction.exchange import DenseOnly
+from hvdtrain.torch.reduction.reduction_unit import store_gradient
 
 
 class HostMean(Alone):
@@ -43,37 +44,28 @@ class HostMean(Alone):
         self._dense_only.check(parameters)
         if not self._peers:
             self._find_peers()
-        groups: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
-        for parameter in (p for p in parameters if p.requires_grad):  # halves are added up in float32
-            dtype = torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
-            groups.setdefault((parameter.device, dtype), []).append(parameter)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         with recorder.waiting():
-            for number, ((device, dtype), members) in enumerate(groups.items()):
-                self._average(members, device, dtype, name=f"host_mean.{number}")
+            for number, members in enumerate(pack.alike(trained, lambda p: (p.device, _added_up_in(p)))):
+                self._average(members, name=f"host_mean.{number}")
 
-    def _average(self, members: list[Parameter], device: torch.device, dtype: torch.dtype, *, name: str) -> None:
+    def _average(self, members: list[Parameter], *, name: str) -> None:
         shapes = [as_real(parameter.detach()).shape for parameter in members]
-        sizes = [shape.numel() for shape in shapes]
-        total, ranks = sum(sizes) + len(sizes), len(self._peers)  # with a flag for each gradient that is there
-        shard = -(-total // ranks)
-        flat = torch.zeros(ranks * shard, dtype=dtype, device=device)
-        parts, flags = flat[: total - len(sizes)].split(sizes), flat[total - len(sizes) : total]
+        shapes.append(torch.Size([len(members)]))  # a flag for each gradient that is there
+        ranks = len(self._peers)
+        shard = -(-sum(shape.numel() for shape in shapes) // ranks)
+        flat = torch.zeros(ranks * shard, dtype=_added_up_in(members[0]), device=members[0].device)
+        *parts, flags = pack.parts(flat, shapes)
         for index, (part, parameter) in enumerate(zip(parts, members, strict=True)):
             if parameter.grad is not None:
-                part.copy_(as_real(parameter.grad.detach()).reshape(-1))
+                part.copy_(as_real(parameter.grad.detach()))
                 flags[index] = 1.0
         # (ranks, shard): one row per rank of this host
         mine = self._exchange(flat, shard, f"{name}.scatter").view(ranks, shard).mean(0)
-        means = self._exchange(mine.repeat(ranks), shard, f"{name}.gather")
-        present = means[total - len(sizes) : total].tolist()
-        parts = means[: total - len(sizes)].split(sizes)
-        for part, shape, parameter, there in zip(parts, shapes, members, present, strict=True):
+        *parts, flags = pack.parts(self._exchange(mine.repeat(ranks), shard, f"{name}.gather"), shapes)
+        for part, parameter, there in zip(parts, members, flags.tolist(), strict=True):
             if there:
-                mean = from_real(part.view(shape), parameter.dtype)
-                if parameter.grad is None:
-                    parameter.grad = mean
-                else:
-                    parameter.grad.detach().copy_(mean)
+                store_gradient(parameter, from_real(part, parameter.dtype))
 
     def _exchange(self, rows: Tensor, shard: int, name: str) -> Tensor:
         """Send each rank of this host its shard of `rows`; return what they send, in rank order."""
@@ -82,3 +74,8 @@ class HostMean(Alone):
         native = engine.native()
         received: Tensor = native.synchronize(native.alltoall_async(rows, splits, name=name))[0]
         return received
+
+
+def _added_up_in(parameter: Parameter) -> torch.dtype:
+    """Return the type in which gradients are added up: float32 for halves."""
+    return torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from hvdtrain.distributed import launch_environment, tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops import engine, pack
 from hvdtrain.torch.ops.compression import BF16Compressor
 from hvdtrain.torch.ops.engine import Adasum, Average, Handle
 from hvdtrain.torch.ops.reduce_ops import active_ranks_async
@@ -116,7 +116,7 @@ class Reducer:
     def _pack(self, dense: list[Parameter]) -> None:
         """Put small gradients among those that are dense on all ranks into buckets, from the next step on."""
         self._dense = dense
-        buckets = bucket.pack(dense)
+        buckets = pack.buckets(dense)
         packed = {param for members in buckets for param in members}
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops import engine, pack
 from hvdtrain.torch.ops.compression import BF16Compressor, Compression, NoneCompressor, is_native, same_memory
 from hvdtrain.torch.ops.engine import Average, Handle, Sum
 from hvdtrain.torch.ops.reduce_ops import BF16Exchange, Reduction, sparse_allreduce_async, submit
@@ -35,36 +34,13 @@ class ReducerOptions:
 
 def partition(params: Sequence[Parameter], options: ReducerOptions) -> list[list[Parameter]]:
     """Return the groups of parameters that are reduced together, in the same order on all ranks."""
-    if isinstance(options.groups, int) and options.groups > 0:
-        quotient, rest = divmod(len(params), options.groups)
-        starts = [i * quotient + min(i, rest) for i in range(options.groups + 1)]
-        return [list(params[a:b]) for a, b in itertools.pairwise(starts) if a < b]
-    if isinstance(options.groups, list):
-        known = {id(p) for p in params}
-        groups = [[p for p in group if id(p) in known] for group in options.groups]
-        grouped = {id(p) for group in groups for p in group}
-        return [group for group in groups if group] + [[p] for p in params if id(p) not in grouped]
-    if options.compression is BF16Compressor:
-        return _buckets(params)
-    return [[p] for p in params]
+    return pack.partition(params, options.groups, _BUCKET_BYTES if options.compression is BF16Compressor else 0)
 
 
 def reduction(options: ReducerOptions, scale: float) -> Reduction:
     """Return the operation and factors that reduce a gradient; `scale` multiplies it."""
     predivide = options.gradient_predivide_factor  # 1 unless the operation is Average
     return Reduction(options.op, 1.0 / predivide, scale * predivide, options.process_set)
-
-
-def _buckets(params: Sequence[Parameter]) -> list[list[Parameter]]:
-    buckets: list[list[Parameter]] = []
-    room = 0
-    for param in reversed(params):  # about the order in which backward makes gradients
-        if not buckets or param.nbytes > room or param.device != buckets[-1][0].device:
-            buckets.append([])
-            room = _BUCKET_BYTES
-        buckets[-1].append(param)
-        room -= param.nbytes
-    return buckets
 
 
 class ReductionUnit:

@@ -15,7 +15,7 @@ from hvdtrain import adapter
 from hvdtrain.data.trees import as_array
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
-from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops import engine, pack
 from hvdtrain.torch.ops.compression import as_real
 from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.ops.reduce_ops import Reduction
@@ -186,21 +186,21 @@ def _zeros(entries: dict[str, Any], parameter: Parameter) -> dict[str, Any]:
     }
 
 
-def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    """Return tensors by how they travel: in their own type, halves as float32."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        wide = tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
-        groups.setdefault((wide, tensor.device), []).append(tensor)
-    return groups
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the type in which a tensor travels: its own, float32 for a half."""
+    return tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    return pack.alike(tensors, lambda tensor: (_wide(tensor), tensor.device))
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.cat([t.reshape(-1).to(dtype) for t in same]) for (dtype, _), same in _groups(tensors).items()]
+    return [pack.flat(same, _wide(same[0])) for same in _groups(tensors)]
 
 
 def _unflatten(arrays: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     with torch.no_grad():
-        for array, same in zip(arrays, _groups(tensors).values(), strict=True):
-            for tensor, part in zip(same, array.split([t.numel() for t in same]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        for array, same in zip(arrays, _groups(tensors), strict=True):
+            for tensor, part in zip(same, pack.parts(array, [each.shape for each in same]), strict=True):
+                tensor.copy_(part)

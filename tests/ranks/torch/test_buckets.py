@@ -252,15 +252,15 @@ def test_a_parameter_that_changed_its_shape_is_named(hvd, rank):
     ],
 )
 def test_little_is_left_for_the_last_bucket(kilobytes, expected):
-    from hvdtrain.torch.reduction import bucket
+    from hvdtrain.torch.ops import pack
 
     params = [torch.nn.Parameter(torch.zeros(250 * kb)) for kb in kilobytes]
-    assert [[p.nbytes // 1000 for p in members] for members in bucket.pack(params)] == expected
+    assert [[p.nbytes // 1000 for p in members] for members in pack.buckets(params)] == expected
 
 
 @pytest.mark.parametrize("kilobytes", [[300, 100, 1], [1, 1, 1], [100, 400]])
 def test_gradients_of_a_tiny_model_travel_as_one(kilobytes):
-    from hvdtrain.torch.reduction import bucket
+    from hvdtrain.torch.ops import pack
 
     params = [torch.nn.Parameter(torch.zeros(250 * kb)) for kb in kilobytes]
-    assert [[p.nbytes // 1000 for p in members] for members in bucket.pack(params)] == [kilobytes[::-1]]
+    assert [[p.nbytes // 1000 for p in members] for members in pack.buckets(params)] == [kilobytes[::-1]]
