@@ -487,7 +487,7 @@ DEFECTS = (
     Defect(
         "seam: the last delayed gradient is not applied",
         "hvdtrain/torch/reduction/delayed.py",
-        "applied = self._put(self._in_flight.take(), made)",
+        "applied = self._put(self._take(), made)",
         "applied = self._put(None, made)",
         unit("sync/test_delayed.py"),
     ),

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdtrain.telemetry.step_times import StepTimes
 from hvdtrain.torch.ops import gpu_clock
+from hvdtrain.torch.ops.compression import Compression
 from hvdtrain.torch.ops.names import parameters_of
 
 
@@ -89,12 +90,12 @@ class _StepMarks:
         if "gradient_bytes" not in facts:
             gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             reducer = getattr(optimizer, "_hvd_reducer", None)
-            wire = "NoneCompressor" if reducer is None else reducer.options.compression.__name__
+            compressor = Compression.none if reducer is None else reducer.options.compression
             facts |= {
                 "framework": "torch",
                 "gradient_bytes": sum(g.numel() * g.element_size() for g in gradients),
                 "reduced": bool(reducer is not None and reducer.is_distributed),
-                "wire": {"NoneCompressor": "none", "FP16Compressor": "fp16", "BF16Compressor": "bf16"}.get(wire, wire),
+                "wire": compressor.name or type(compressor).__name__,
             }
         self._recorder.step_done()
         self.expect_batch()

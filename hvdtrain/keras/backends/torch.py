@@ -94,11 +94,13 @@ def reduce_gradients(
     _refuse_compiler()
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
-        from hvdtrain.torch.ops import reduce_ops  # not at the top: a Keras process without ranks needs nothing of it
+        # Not at the top: a Keras process without ranks needs nothing of it.
+        from hvdtrain.torch.ops.compression import Compression
+        from hvdtrain.torch.ops.submit import Reduction
 
         process_set = how.process_set or hvd.global_process_set
-        in_all = reduce_ops.Reduction(hvd.Sum, postscale_factor=how.sum_factor, process_set=process_set)
-        reduced: list[Tensor] = reduce_ops.BF16Exchange(gradients, in_all, names[0]).wait()
+        in_all = Reduction(hvd.Sum, postscale_factor=how.sum_factor, process_set=process_set)
+        reduced: list[Tensor] = Compression.bf16.exchange(gradients, in_all, names[0]).wait()
         return reduced
     wires = [how.compression.compress(g)[0].contiguous() for g in gradients]
     common: dict[str, Any] = {"op": how.op, **how.scales, **in_set(how.process_set)}

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -161,6 +161,39 @@ class Handle:
     def is_stale(self) -> bool:
         """True if Horovod was shut down since: native handles are numbers that may mean something else by now."""
         return self._generation != generation
+
+
+class Staged(Handle):
+    """Collectives of which each needs the result of the one before, as one operation in flight.
+
+    `stages` is a generator: it starts a collective, yields its handle, gets what came of it, and returns the result.
+    """
+
+    def __init__(self, stages: Generator[Any, Any, Any], name: str) -> None:
+        super().__init__([next(stages)], lambda: None, name)
+        self._stages = stages
+
+    def advance(self) -> bool:
+        """Wait for the collective in flight and start the next one; False if it was the last."""
+        if self._done or self.is_stale:
+            return False
+        try:
+            # An interruption, by a signal handler for example, leaves the stages where they are.
+            self._parts = [self._stages.send(synchronize(self._parts[0]))]
+        except StopIteration as end:
+            self._result, self._done, self._parts = end.value, True, []
+        except Exception:
+            self._done = True
+            raise
+        return not self._done
+
+    def wait(self) -> Any:
+        """Go through all collectives and return the result; later calls return the same."""
+        while self.advance():
+            pass
+        return super().wait()
+
+    __call__ = wait
 
 
 def poll(handle: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from hvdtrain.torch.ops.compression import as_real
+from hvdtrain.torch.ops.wire import as_real
 
 
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.ops.compression import Compression, from_move, from_real, to_move, to_reduce
+from hvdtrain.torch.ops.compression import Compression, resolve
 from hvdtrain.torch.ops.engine import Average, Handle, Sum
-from hvdtrain.torch.ops.reduce_ops import Reduction, differentiable, submit
+from hvdtrain.torch.ops.reduce_ops import differentiable
+from hvdtrain.torch.ops.submit import Reduction, submit
+from hvdtrain.torch.ops.wire import from_move, from_real, to_move, to_reduce
 
 
 def _start(
@@ -196,7 +198,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Return `reducescatter` of each tensor, sent together."""
-    compressed, contexts = zip(*(compression.compress(t) for t in tensors), strict=True)
+    compressor = resolve(compression)
+    compressed, contexts = zip(*map(compressor.compress, tensors), strict=True)
     process_set = engine.global_set(process_set)
     handle = grouped_reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
     factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
@@ -205,4 +208,4 @@ def grouped_reducescatter(
         scaled = [g * factor if factor != 1.0 else g for g in grads]
         return grouped_allgather_async(scaled, process_set=process_set).wait()
 
-    return list(map(compression.decompress, differentiable(handle, gradients, compressed), contexts))
+    return list(map(compressor.decompress, differentiable(handle, gradients, compressed), contexts))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hvdtrain.torch.ops.compression import REDUCED
+from hvdtrain.torch.ops.wire import REDUCED
 
 _T = TypeVar("_T")
 _Tensor = TypeVar("_Tensor", bound=Tensor)

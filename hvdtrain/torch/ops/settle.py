@@ -11,7 +11,7 @@ from hvdtrain.distributed import checksums
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import dtypes
-from hvdtrain.torch.ops.compression import as_real
+from hvdtrain.torch.ops.wire import as_real
 
 _SIGN = torch.iinfo(torch.int64).min
 

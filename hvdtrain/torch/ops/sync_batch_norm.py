@@ -13,7 +13,7 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.engine import Sum
 from hvdtrain.torch.ops.gather_ops import allgather_async
-from hvdtrain.torch.ops.reduce_ops import Reduction, submit
+from hvdtrain.torch.ops.submit import Reduction, submit
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -10,23 +10,18 @@ from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine, pack
-from hvdtrain.torch.ops.compression import FP16Compressor, NoneCompressor
 from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUnit, dense_gradient, store_gradient
 
 
 def can_pack(options: ReducerOptions) -> bool:
-    """Return whether gradients may travel in buckets; under bf16 compression they always do."""
-    return options.groups in (None, 0) and options.compression in (NoneCompressor, FP16Compressor)
+    """Return whether gradients may travel in buckets."""
+    return options.groups in (None, 0) and options.compression.is_cast
 
 
 def can_carry_flags(param: Parameter, options: ReducerOptions) -> bool:
     """Return whether a bucket can carry counts: on a GPU the host would wait for them; float16 counts to 2048 only."""
-    return param.device.type == "cpu" and _wire_type(param, options) in (torch.float32, torch.float64)
-
-
-def _wire_type(param: Parameter, options: ReducerOptions) -> torch.dtype:
-    is_cast = options.compression is FP16Compressor and param.is_floating_point()
-    return FP16Compressor.dtype if is_cast else param.dtype
+    wire_type = options.compression.wire_type(param.dtype)
+    return param.device.type == "cpu" and wire_type in (torch.float32, torch.float64)
 
 
 class Bucket(ReductionUnit):
@@ -37,7 +32,7 @@ class Bucket(ReductionUnit):
     ) -> None:
         super().__init__(params, names, options, scale)
         self._shapes = [p.shape for p in params]
-        dtype, wire_type = params[0].dtype, _wire_type(params[0], options)
+        dtype, wire_type = params[0].dtype, options.compression.wire_type(params[0].dtype)
         self._flat = torch.zeros(header + sum(p.numel() for p in params), dtype=wire_type, device=params[0].device)
         # In NumPy, where a small operation costs a tenth of torch's.
         self._header = self._flat[:header].numpy() if header else np.zeros(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,8 +26,9 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops.compression import Compressor
 from hvdtrain.torch.ops.finite import all_finite, first_non_finite
-from hvdtrain.torch.ops.reduce_ops import Reduction, submit
+from hvdtrain.torch.ops.submit import Reduction, submit
 from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
 from hvdtrain.torch.reduction.weighted_mean import WeightedMean
 
@@ -76,10 +77,10 @@ class Mean(NamedTuple):
 class CutExchange(threading.Thread):
     """Closes steps and averages what ranks have contributed, one step after the other, on all ranks alike."""
 
-    def __init__(self, parameters: Sequence[Parameter], options: Options, world: World) -> None:
+    def __init__(self, names: Mapping[Parameter, str], compressor: Compressor, options: Options, world: World) -> None:
         super().__init__(name="hvdtrain-open-steps", daemon=True)
-        self._parameters, self._world = list(parameters), world
-        self._compression, self._checks = options.compression, options.nan_policy is not None
+        self._parameters, self._world = list(names), world
+        self._names, self._compressor, self._checks = names, compressor, options.nan_policy is not None
         self._changed = threading.Condition()
         self._opened = self._closed = 0  # steps
         self._open = _Open()
@@ -254,7 +255,9 @@ class CutExchange(threading.Thread):
             # Before they are added up: a half-precision sum of what is to be divided could overflow.
             torch._foreach_mul_(gradients, mean.correction(rounding=0.0) / size)
             add = Reduction(engine.Sum, process_set=engine.global_set())
-            gradients = GradientExchange(gradients, add, name="cutoff", compression=self._compression).wait()
+            named = [self._names[parameter] for parameter in sent]
+            exchange = GradientExchange(gradients, add, name="cutoff", compressor=self._compressor, names=named)
+            gradients = exchange.wait()
         batches = np.array(counts[:size]).round().astype(np.int64)
         return Mean(batches, mean.weight or 0.0, round(samples), dict(zip(sent, gradients, strict=True)), fault)
 

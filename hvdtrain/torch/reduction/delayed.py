@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch.nn import Parameter
 
 from hvdtrain.adapter import Fault
 from hvdtrain.distributed.recorder import recorder
-from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import dtypes, engine
+from hvdtrain.torch.ops.compression import Compressor
 from hvdtrain.torch.ops.functions import broadcast_parameters
 from hvdtrain.torch.ops.names import parameters_of
-from hvdtrain.torch.ops.reduce_ops import Reduction, submit
+from hvdtrain.torch.ops.submit import Reduction, submit
 from hvdtrain.torch.reduction.exchange import Applied, DenseOnly, Exchange, Made
 from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
 from hvdtrain.torch.reduction.reduction_unit import drain
@@ -47,51 +47,32 @@ class Reduced:
     is_restored: bool = False  # from a checkpoint, which has no fault
 
 
-class GradientInFlight:
-    """Holds the gradient of one step while it is reduced, and after that until the next step takes it.
+class Delayed(Exchange):
+    """Averages the gradients of a step while the next step computes.
 
-    It sends a dense gradient for each parameter of the optimizer that is trained, a missing one as zeros: what is sent
-    must not depend on the step. With it travel this rank's weight in the mean, and flags of the gradients that it has.
+    `finish` starts to reduce the gradients of this step, and puts the mean of the step before in their place. It sends
+    a dense gradient for each parameter of the optimizer that is trained, a missing one as zeros: what is sent must not
+    depend on the step. With it travel this rank's weight in the mean, and flags of the gradients that it has.
+
+    Args:
+        optimizer: plain or distributed; its hooks send nothing.
+        compressor: bound to the parameters.
+        between_exchanges: called when no gradient is in flight, so that other collectives do not wait for one.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Parameter]], compression: str, world: World) -> None:
-        self._names = {parameter: name for name, parameter in named}
-        self._compression, self._world = compression, world
+    def __init__(
+        self, optimizer: Any, compressor: Compressor, dense_only: DenseOnly, between_exchanges: Callable[[], None]
+    ) -> None:
+        self.compressor = compressor
+        self._optimizer, self._dense_only, self._between_exchanges = optimizer, dense_only, between_exchanges
+        self._names, self._world = dense_only.names, dense_only.world
         self._sent: _Sent | None = None
         self._reduced: Reduced | None = None
 
-    @property
-    def has_fault(self) -> bool:
-        """Whether this rank's own part of the gradient in flight is not finite."""
-        return self._sent is not None and self._sent.fault is not None
-
-    def start(self, parameters: Sequence[Parameter], origin: Origin, fault: Fault | None) -> None:
-        """Take the gradients from these parameters, which are dense, and start to average them over ranks."""
-        trained = [p for p in parameters if p.requires_grad]
-        self._sent = _Sent(trained, origin, fault, self._compression)
-
-    def take(self) -> Reduced | None:
-        """Wait for the gradient in flight and return it, for the caller to keep; None before the first step."""
-        reduced, self._reduced = self._wait(), None
-        return reduced
-
-    def _wait(self) -> Reduced | None:
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            with recorder.waiting():
-                self._reduced = sent.wait()
-        return self._reduced
-
-    def drop(self) -> None:
-        """Drop the gradient. Wait for its reduction, whose names and memory are needed again."""
-        sent, self._sent, self._reduced = self._sent, None, None
-        if sent is not None:
-            sent.drain()
-
-    def share(self) -> None:
+    def start(self) -> None:
         """Give all ranks the root's gradient; a collective."""
         if self._sent is not None and self._sent.is_stale:
-            self.drop()
+            self._drop()
         try:
             mine = self._wait()
         except Exception:  # noqa: BLE001 - of a fit that an error has ended
@@ -114,45 +95,6 @@ class GradientInFlight:
             broadcast_parameters([(f"delayed.{self._names[p]}", each) for p, each in shared.items()], root_rank=0)
         self._reduced = Reduced(Origin(**origin), shared, None if mine is None else mine.fault, is_restored)
 
-    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Return what `State.arrays` and `State.meta` hold of it; this rank alone waits for the reduction."""
-        reduced = self._wait()
-        if reduced is None:
-            return {}, {}
-        arrays = {f"{_PREFIX}{self._names[p]}": dtypes.to_array(each) for p, each in reduced.gradients.items()}
-        return arrays, {_META: asdict(reduced.origin)}
-
-    def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
-        """Restore it. A checkpoint of a run with another strategy has no gradient."""
-        self.drop()
-        if _META not in meta:
-            return
-        saved = {name.removeprefix(_PREFIX): a for name, a in arrays.items() if name.startswith(_PREFIX)}
-        known = [(p, name) for p, name in self._names.items() if name in saved]
-        gradients = {p: torch.from_numpy(saved[name].copy()).to(p.device, p.dtype) for p, name in known}
-        self._reduced = Reduced(Origin(**meta[_META]), gradients, is_restored=True)
-
-
-class Delayed(Exchange):
-    """Averages the gradients of a step while the next step computes.
-
-    `finish` starts to reduce the gradients of this step, and puts the mean of the step before in their place.
-
-    Args:
-        optimizer: plain or distributed; its hooks send nothing.
-        between_exchanges: called when no gradient is in flight, so that other collectives do not wait for one.
-    """
-
-    def __init__(
-        self, optimizer: Any, in_flight: GradientInFlight, dense_only: DenseOnly, between_exchanges: Callable[[], None]
-    ) -> None:
-        self._optimizer, self._in_flight, self._dense_only = optimizer, in_flight, dense_only
-        self._between_exchanges = between_exchanges
-
-    def start(self) -> None:
-        """Give all ranks the root's gradient."""
-        self._in_flight.share()
-
     def begin(self, passes: int, *, first: bool) -> None:
         """Let backward send nothing."""
         self.detach()
@@ -162,21 +104,43 @@ class Delayed(Exchange):
         weights, parameters = made.weights, parameters_of(self._optimizer)
         origin = Origin(weights.weight, weights.expected, weights.samples, made.scale())
         fault = made.find_fault()
-        late = self._in_flight.take()  # before the next one starts: they have the same names
+        late = self._take()  # before the next one starts: they have the same names
         self._dense_only.check(parameters)
         self._between_exchanges()
-        self._in_flight.start(parameters, origin, fault)
+        self._send(parameters, origin, fault)
         return self._put(late, made)
 
     def flush(self, made: Made) -> Applied | None:
         """Put the gradient of the last step, which no later step will apply."""
         self._optimizer.zero_grad()
-        applied = self._put(self._in_flight.take(), made)
+        applied = self._put(self._take(), made)
         return replace(applied, fault=applied.fault and replace(applied.fault, steps_ago=0))
+
+    def _send(self, parameters: Sequence[Parameter], origin: Origin, fault: Fault | None) -> None:
+        """Take the gradients from these parameters, which are dense, and start to average them over ranks."""
+        self._sent = _Sent({p: self._names[p] for p in parameters if p.requires_grad}, origin, fault, self.compressor)
+
+    def _take(self) -> Reduced | None:
+        """Wait for the gradient in flight and return it, for the caller to keep; None before the first step."""
+        reduced, self._reduced = self._wait(), None
+        return reduced
+
+    def _wait(self) -> Reduced | None:
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            with recorder.waiting():
+                self._reduced = sent.wait()
+        return self._reduced
+
+    def _drop(self) -> None:
+        """Drop the gradient. Wait for its reduction, whose names and memory are needed again."""
+        sent, self._sent, self._reduced = self._sent, None, None
+        if sent is not None:
+            sent.drain()
 
     def _put(self, late: Reduced | None, made: Made) -> Applied:
         """Put a reduced gradient where the optimizer looks for it."""
-        must_undo = self._in_flight.has_fault
+        must_undo = self._sent is not None and self._sent.fault is not None
         if late is None:
             return Applied(must_undo=must_undo)
         origin = late.origin
@@ -205,20 +169,43 @@ class Delayed(Exchange):
         if hasattr(self._optimizer, "_hvd_reducer"):
             self._optimizer._hvd_reducer.packed = flags
 
+    @property
+    def rank_state(self) -> dict[str, NDArray[Any]]:
+        """See `Exchange.rank_state`; this rank alone waits for a gradient in flight that changes the memory."""
+        if self.compressor.has_memory:
+            self._wait()
+        return super().rank_state
+
+    @rank_state.setter
+    def rank_state(self, held: Mapping[str, NDArray[Any]]) -> None:
+        self._set_rank_state(held)
+
     def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         """Return the gradient in flight; this rank alone waits for it."""
-        return self._in_flight.state()
+        reduced = self._wait()
+        if reduced is None:
+            return {}, {}
+        arrays = {f"{_PREFIX}{self._names[p]}": dtypes.to_array(each) for p, each in reduced.gradients.items()}
+        return arrays, {_META: asdict(reduced.origin)}
 
     def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
-        """Restore it."""
-        self._in_flight.load(arrays, meta)
+        """Restore it. A checkpoint of a run with another strategy has no gradient."""
+        self._drop()
+        if _META not in meta:
+            return
+        saved = {name.removeprefix(_PREFIX): a for name, a in arrays.items() if name.startswith(_PREFIX)}
+        known = [(p, name) for p, name in self._names.items() if name in saved]
+        gradients = {p: torch.from_numpy(saved[name].copy()).to(p.device, p.dtype) for p, name in known}
+        self._reduced = Reduced(Origin(**meta[_META]), gradients, is_restored=True)
 
 
 class _Sent:
     """The operations in flight that reduce one gradient."""
 
-    def __init__(self, parameters: list[Parameter], origin: Origin, fault: Fault | None, compression: str) -> None:
-        self._parameters, self._origin, self.fault = parameters, origin, fault
+    def __init__(
+        self, names: dict[Parameter, str], origin: Origin, fault: Fault | None, compressor: Compressor
+    ) -> None:
+        self._parameters, self._origin, self.fault = (parameters := list(names)), origin, fault
         ranks = engine.global_set()
         self._mean = WeightedMean([float(p.grad is not None) for p in parameters], origin.total, origin.expected)
         numbers = torch.tensor(self._mean.numbers, dtype=torch.float64)
@@ -228,7 +215,8 @@ class _Sent:
         for parameter in parameters:
             parameter.grad = None
         how = Reduction(engine.Average, process_set=ranks)
-        self._exchange = GradientExchange(gradients, how, name="delayed", compression=compression)
+        named = list(names.values())
+        self._exchange = GradientExchange(gradients, how, name="delayed", compressor=compressor, names=named)
 
     @property
     def is_stale(self) -> bool:

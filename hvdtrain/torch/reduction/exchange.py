@@ -17,7 +17,10 @@ from torch.nn import Parameter
 from hvdtrain.adapter import Fault
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.ops.compression import Compression, Compressor
 from hvdtrain.torch.reduction.loss_weights import LossWeights
+
+_PACKED = "max.packed"
 
 
 class RankGaveUp(Exception):  # noqa: N818 - caught by whoever repeats the step
@@ -51,9 +54,8 @@ class Exchange:
     By default nothing is attached to backward passes, and nothing outlives a step.
     """
 
-    can_give_up = (
-        False  # True if other ranks wait in `finish` of the same step, and learn there that this rank gives up
-    )
+    can_give_up = False  # True if ranks wait in `finish` of the same step, and learn there that this rank gives up
+    compressor: Compressor = Compression.none  # bound to the parameters
 
     def finish(self, made: Made) -> Applied:
         """Average the gradients; a collective. RankGaveUp where a rank has called `give_up`."""
@@ -81,6 +83,21 @@ class Exchange:
 
     def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
         """Restore what `state` returned, or forget it if a checkpoint has nothing of this exchange."""
+
+    @property
+    def rank_state(self) -> dict[str, NDArray[Any]]:
+        """What this rank keeps for later steps: which gradients travel together, and the compressor's memory."""
+        packed = {} if self.packed is None else {_PACKED: self.packed}
+        return packed | self.compressor.state()
+
+    @rank_state.setter
+    def rank_state(self, held: Mapping[str, NDArray[Any]]) -> None:
+        self._set_rank_state(held)
+
+    def _set_rank_state(self, held: Mapping[str, NDArray[Any]]) -> None:
+        if _PACKED in held:
+            self.packed = held[_PACKED]
+        self.compressor.load(held)
 
     @property
     def packed(self) -> NDArray[Any] | None:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from hvdtrain.torch.ops import pack
-from hvdtrain.torch.ops.compression import Compression, FP16Compressor
-from hvdtrain.torch.ops.engine import Handle
-from hvdtrain.torch.ops.reduce_ops import BF16Exchange, Reduction, submit
+from hvdtrain.torch.ops.compression import Compressor
+from hvdtrain.torch.ops.engine import Staged
+from hvdtrain.torch.ops.submit import Reduction
 from hvdtrain.torch.reduction.reduction_unit import drain
 
 
@@ -22,13 +22,29 @@ class GradientExchange:
 
     Args:
         name: of the operations; no others of this name may be in flight.
-        compression: "none", "fp16" or "bf16".
+        names: of the parameters, to which the compressor is bound; none for weights.
     """
 
-    def __init__(self, gradients: Sequence[Tensor], how: Reduction, *, name: str, compression: str) -> None:
-        self._parts = [_Part([gradients[i] for i in members], members) for members in _groups(gradients, compression)]
-        for index, part in enumerate(self._parts):
-            part.start(how, f"{name}.{index}", compression)
+    def __init__(
+        self,
+        gradients: Sequence[Tensor],
+        how: Reduction,
+        *,
+        name: str,
+        compressor: Compressor,
+        names: Sequence[str] = (),
+    ) -> None:
+        if compressor.is_cast:
+            groups = pack.small_together(gradients)
+        elif compressor.bucket_bytes:
+            groups = pack.alike(range(len(gradients)), lambda index: gradients[index].device)
+        else:
+            groups = [[index] for index in range(len(gradients))]
+        self._parts: list[_Part] = []
+        for number, members in enumerate(groups):
+            of_part = [names[index] for index in members] if names else ()
+            given = [gradients[index] for index in members]
+            self._parts.append(_Part(given, members, compressor, how, f"{name}.{number}", of_part))
 
     def wait(self) -> list[Tensor]:
         """Return the reduced gradients, in the order given."""
@@ -44,33 +60,31 @@ class GradientExchange:
 
 
 class _Part:
-    """Gradients that are reduced in one operation."""
+    """Gradients that are reduced in one operation; values that are only cast travel in one tensor."""
 
-    def __init__(self, gradients: list[Tensor], members: list[int]) -> None:
-        self._gradients, self._members = gradients, members
-        self._handle: Any = None
-        self._thread: _SecondHalf | None = None
-
-    def start(self, how: Reduction, name: str, compression: str) -> None:
-        """Send them."""
-        if compression == "bf16":
-            self._handle = BF16Exchange(self._gradients, how, name)
-            self._thread = _SecondHalf(self._handle.first_half)
-            self._thread.start()
-            return
-        flat = self._gradients[0] if len(self._gradients) == 1 else pack.flat(self._gradients)
-        sent, _ = (FP16Compressor if compression == "fp16" else Compression.none).compress(flat)
-        self._handle = submit([sent], how, name, in_place=True, counted=False)
+    def __init__(
+        self,
+        gradients: list[Tensor],
+        members: list[int],
+        compressor: Compressor,
+        how: Reduction,
+        name: str,
+        names: Sequence[str],
+    ) -> None:
+        self._members = members
+        self._shapes = [each.shape for each in gradients] if compressor.is_cast and len(gradients) > 1 else None
+        sent = gradients if self._shapes is None else [pack.flat(gradients)]
+        self._handle: Any = compressor.exchange(sent, how, name, names)
+        self._thread = _Waiting(self._handle) if isinstance(self._handle, Staged) else None
 
     def wait(self) -> dict[int, Tensor]:
         """Return the results by the gradients' numbers."""
         if self._thread is not None:
             self._thread.finish()
         results = self._handle.wait()
-        if self._thread is None and len(self._gradients) > 1:
-            results = pack.parts(results[0], [each.shape for each in self._gradients])
-        reduced = [result.to(each.dtype) for result, each in zip(results, self._gradients, strict=True)]
-        return dict(zip(self._members, reduced, strict=True))
+        if self._shapes is not None:
+            results = pack.parts(results[0], self._shapes)
+        return dict(zip(self._members, results, strict=True))
 
     def drain(self) -> None:
         """Wait without a result."""
@@ -79,34 +93,28 @@ class _Part:
         drain(self._handle)
 
 
-class _SecondHalf(threading.Thread):
-    """Starts the second half of a bf16 exchange when the first one is done, on every rank, while steps compute.
+class _Waiting(threading.Thread):
+    """Starts each next collective of an exchange when the one before is done, on every rank, while steps compute.
 
-    If the step started it, the second half would run after the computation. And rank 0, which waits alone before it
-    writes a checkpoint, would wait for halves that other ranks have not started.
+    If the step started them, the second one would run after the computation. And rank 0, which waits alone before it
+    writes a checkpoint, would wait for collectives that other ranks have not started.
     """
 
-    def __init__(self, first_half: Handle) -> None:
-        super().__init__(name="hvdtrain-bf16", daemon=True)
-        self._first_half = first_half
+    def __init__(self, handle: Staged) -> None:
+        super().__init__(name="hvdtrain-stages", daemon=True)
+        self._handle = handle
         self._error: BaseException | None = None
+        self.start()
 
     def run(self) -> None:
-        """Wait for the first half, which starts the second; Horovod waits without Python's lock."""
+        """Wait for all collectives; Horovod waits without Python's lock."""
         try:
-            self._first_half.wait()
+            self._handle.wait()
         except Exception as error:  # noqa: BLE001 - raised where the step waits
             self._error = error
 
     def finish(self) -> None:
-        """Wait until the second half is in flight; raise what went wrong."""
+        """Wait until the last one is done; raise what went wrong."""
         self.join()
         if self._error is not None:
             raise self._error
-
-
-def _groups(gradients: Sequence[Tensor], compression: str) -> list[list[int]]:
-    """Return numbers of gradients that travel in one operation: small ones together, with bf16 all of a device."""
-    if compression == "bf16":
-        return pack.alike(range(len(gradients)), lambda index: gradients[index].device)
-    return pack.small_together(gradients)

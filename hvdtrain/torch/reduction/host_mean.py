@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import engine, pack
-from hvdtrain.torch.ops.compression import as_real, from_real
+from hvdtrain.torch.ops.wire import as_real, from_real
 from hvdtrain.torch.reduction.alone import Alone
 from hvdtrain.torch.reduction.exchange import DenseOnly
 from hvdtrain.torch.reduction.reduction_unit import store_gradient

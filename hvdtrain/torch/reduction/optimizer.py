@@ -18,10 +18,10 @@ from hvdtrain.distributed import launch_environment, watchdog
 from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
 from hvdtrain.torch.ops import engine, lazy, names
-from hvdtrain.torch.ops.compression import Compression
+from hvdtrain.torch.ops.compression import Compression, resolve
 from hvdtrain.torch.ops.engine import Adasum, Average
 from hvdtrain.torch.ops.functions import allgather_object
-from hvdtrain.torch.ops.reduce_ops import Reduction, check_adasum, submit
+from hvdtrain.torch.ops.submit import Reduction, check_adasum, submit
 from hvdtrain.torch.reduction import fused_update
 from hvdtrain.torch.reduction.reducer import ANOTHERS_BACKWARD, Reducer
 from hvdtrain.torch.reduction.reduction_unit import ReducerOptions
@@ -232,8 +232,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     _check_options(op, gradient_predivide_factor, backward_passes_per_step, groups)
     named = _name_parameters(optimizer, named_parameters)
     _check_agreement(named, process_set)
+    bound = resolve(compression).bind([name for name, _ in named])
     options = ReducerOptions(
-        compression, op, gradient_predivide_factor, groups, sparse_as_dense, process_set, average_aggregated_gradients
+        bound, op, gradient_predivide_factor, groups, sparse_as_dense, process_set, average_aggregated_gradients
     )
     mixin: type[DistributedMixin] = DistributedMixin
     if op == Adasum and engine.native().size() > 1:

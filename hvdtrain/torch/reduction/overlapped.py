@@ -17,6 +17,8 @@ class Overlapped(Exchange):
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        if hasattr(optimizer, "_hvd_reducer"):  # else several have their own
+            self.compressor = optimizer._hvd_reducer.options.compression
 
     def begin(self, passes: int, *, first: bool) -> None:
         """Send a gradient after so many passes; a rank without passes adds nothing, and zeros are sent for it."""

@@ -17,11 +17,10 @@ from hvdtrain.distributed import launch_environment, tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine, pack
-from hvdtrain.torch.ops.compression import BF16Compressor
 from hvdtrain.torch.ops.engine import Adasum, Average, Handle
-from hvdtrain.torch.ops.reduce_ops import active_ranks_async
+from hvdtrain.torch.ops.submit import active_ranks_async
 from hvdtrain.torch.reduction import bucket
-from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUnit, drain, partition, reduction
+from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUnit, drain, reduction
 from hvdtrain.torch.reduction.weighted_mean import FAILED, WeightedMean
 
 _Counts = list[list[tuple[float, float]]]  # for each unit and parameter: on how many ranks it is dense, and sparse
@@ -87,7 +86,7 @@ class Reducer:
         self._held_back.update(new if self._counts_again else ())
         self._on_gpu = self._on_gpu or any(param.is_cuda for param in new)
         if self.is_distributed:
-            for members in partition(new, self.options):
+            for members in pack.partition(new, self.options.groups, self.options.compression.bucket_bytes):
                 self._add_unit(ReductionUnit, members)
             self._add_hooks()
 
@@ -234,7 +233,7 @@ class Reducer:
         )
 
     def _all_active(self) -> bool:
-        """Return whether no rank has joined; bf16 units, which need all ranks, check it first."""
+        """Return whether no rank has joined; units that need all ranks check it first."""
         if not engine.is_global(self.options.process_set):
             return True
         if "active" not in self._in_flight:
@@ -276,7 +275,7 @@ class Reducer:
 
     def _synchronize(self, weight: float | None, expected: float) -> float | None:
         size = self.options.process_set.size()
-        if self.options.compression is BF16Compressor:
+        if self.options.compression.needs_all_ranks:
             self._all_active()  # a collective: every rank takes part in every step, even if it started no bucket
         for unit in self._units:
             if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
@@ -286,8 +285,9 @@ class Reducer:
         total = mean.weight
         if counts is not None:
             self._start_what_others_have(counts)
-        for unit in self._units:
-            unit.begin_second_half()
+        advancing = self._units
+        while advancing:  # one collective of each unit after the other: those of several units are in flight at once
+            advancing = [unit for unit in advancing if unit.advance()]
         correction = mean.correction()
         if weight is None and self.options.op == Average:
             correction = size / active

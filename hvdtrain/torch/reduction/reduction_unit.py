@@ -11,30 +11,25 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain.torch.ops import engine, pack
-from hvdtrain.torch.ops.compression import BF16Compressor, Compression, NoneCompressor, is_native, same_memory
-from hvdtrain.torch.ops.engine import Average, Handle, Sum
-from hvdtrain.torch.ops.reduce_ops import BF16Exchange, Reduction, sparse_allreduce_async, submit
-
-_BUCKET_BYTES = 25 * 2**20  # alltoall is not fused by Horovod, so bf16 fuses here; backward still overlaps
+from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops.compression import Compression, Compressor
+from hvdtrain.torch.ops.engine import Average, Handle, Staged
+from hvdtrain.torch.ops.reduce_ops import sparse_allreduce_async
+from hvdtrain.torch.ops.submit import Reduction
+from hvdtrain.torch.ops.wire import is_native, same_memory
 
 
 @dataclass(frozen=True)
 class ReducerOptions:
     """How gradients are to be reduced; see `DistributedOptimizer`."""
 
-    compression: Any = Compression.none
+    compression: Compressor = Compression.none  # bound to the parameters
     op: int = Average
     gradient_predivide_factor: float = 1.0
     groups: Any = None
     sparse_as_dense: bool = False
     process_set: Any = None
     average_aggregated_gradients: bool = False
-
-
-def partition(params: Sequence[Parameter], options: ReducerOptions) -> list[list[Parameter]]:
-    """Return the groups of parameters that are reduced together, in the same order on all ranks."""
-    return pack.partition(params, options.groups, _BUCKET_BYTES if options.compression is BF16Compressor else 0)
 
 
 def reduction(options: ReducerOptions, scale: float) -> Reduction:
@@ -49,14 +44,13 @@ class ReductionUnit:
     ready: int  # how many of the gradients backward has made
     _direct: Any  # Horovod's handle, if the gradient itself is sent
     _handle: Any
-    _sent: list[Tensor]  # empty if the gradient itself was sent, or a sparse one
-    _contexts: list[Any]
+    _is_dense: bool  # False if a sparse gradient was sent
     _flags: list[bool]
 
     def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
         self.params, self.names, self._options = params, names, options
+        self._compressor = options.compression
         self.set_scale(scale)
-        self._compression: Any = NoneCompressor
         self._abandoned: Any = None
         self.reset()
 
@@ -90,23 +84,19 @@ class ReductionUnit:
         self.flags()
         options = self._options
         grad = self.params[0].grad
-        is_plain = len(self.params) == 1 and options.compression is NoneCompressor
-        if is_plain and grad is not None and is_native(grad):
+        sends_itself = len(self.params) == 1 and grad is not None and is_native(grad) and self._compressor.is_cast
+        if grad is not None and sends_itself and self._compressor.wire_type(grad.dtype) is grad.dtype:
             self._direct = self.how.send(grad, self.names[0])  # the gradient itself; fast, because backward waits
             return
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
             grad = _no_entries(self.params[0]) if grad is None else grad
             self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
             return
+        self._is_dense = True
+        # Joined ranks can take part in an allreduce only.
+        compressor = self._compressor if not self._compressor.needs_all_ranks or all_active() else Compression.none
         tensors = [dense_gradient(p) for p in self.params]
-        if options.compression is BF16Compressor and options.op in (Average, Sum) and all_active():
-            self._contexts, self._sent = [], tensors
-            self._handle = BF16Exchange(tensors, self.how, self.names[0])
-            return
-        # bf16 without all ranks: not compressed, since joined ranks can only take part in an allreduce
-        self._compression = NoneCompressor if options.compression is BF16Compressor else options.compression
-        self._sent, self._contexts = map(list, zip(*map(self._compression.compress, tensors), strict=True))
-        self._handle = submit(self._sent, self.how, self.names[0], in_place=True, counted=False)
+        self._handle = compressor.exchange(tensors, self.how, self.names[0], self.names)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and store the results times `correction` where any rank has a gradient (`present`; None: as here)."""
@@ -117,20 +107,17 @@ class ReductionUnit:
                 grad.detach().mul_(correction)
             return
         results = self._handle.wait()
-        if not self._sent:  # a sparse gradient
+        if not self._is_dense:
             self.params[0].grad = (results * (self._scale * correction)).coalesce()
             return
-        if self._contexts:
-            results = list(map(self._compression.decompress, results, self._contexts))
         there = [p.grad is not None for p in self.params] if present is None else present
         for param, result, wanted in zip(self.params, results, there, strict=True):
             if wanted:
                 store_gradient(param, result.mul_(correction) if correction != 1.0 else result)
 
-    def begin_second_half(self) -> None:
-        """Start the second half of a bf16 exchange, so that several are in flight at once."""
-        if isinstance(self._handle, BF16Exchange):
-            self._handle.first_half.wait()
+    def advance(self) -> bool:
+        """Start the next collective of an exchange that has several; False if there is none."""
+        return isinstance(self._handle, Staged) and self._handle.advance()
 
     def abandon(self) -> None:
         """Stop using the operation in flight; the next `start` waits for it, because it needs the same name."""
@@ -145,7 +132,7 @@ class ReductionUnit:
     def reset(self) -> None:
         """Forget this step."""
         self.ready, self._direct, self._handle = 0, None, None
-        self._sent, self._contexts, self._flags = [], [], []
+        self._is_dense, self._flags = False, []
 
 
 def drain(handle: Any) -> None:

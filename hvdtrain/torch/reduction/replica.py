@@ -16,9 +16,10 @@ from hvdtrain.data.trees import as_array
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import engine, pack
-from hvdtrain.torch.ops.compression import as_real
+from hvdtrain.torch.ops.compression import resolve
 from hvdtrain.torch.ops.names import parameters_of
-from hvdtrain.torch.ops.reduce_ops import Reduction
+from hvdtrain.torch.ops.submit import Reduction
+from hvdtrain.torch.ops.wire import as_real
 from hvdtrain.torch.reduction.gradient_exchange import GradientExchange
 
 Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by name; a single one has the name ""
@@ -101,7 +102,7 @@ class Replica:
     def mean(self, arrays: Sequence[Tensor], *, name: str, compression: str) -> Callable[[], list[Tensor]]:
         """Start to average over all ranks; compression is the type in which values are sent."""
         how = Reduction(engine.Average, process_set=engine.global_set())
-        exchange = GradientExchange(arrays, how, name=name, compression=compression)
+        exchange = GradientExchange(arrays, how, name=name, compressor=resolve(compression))
 
         def wait() -> list[Tensor]:
             with recorder.waiting():

@@ -42,7 +42,8 @@ class OpenSteps:
         """Contribute to a step while it is open, then apply the mean; return why all ranks refused it, or None."""
         update = self._update
         if self._exchange is None:
-            self._exchange = CutExchange(update.parameters, self._options, self._world)
+            named = {parameter: update.name_of(parameter) or "" for parameter in update.parameters}
+            self._exchange = CutExchange(named, update.exchange.compressor, self._options, self._world)
             self._exchange.start()
         exchange, self._losses = self._exchange, []
         exchange.check(update.parameters)

@@ -17,13 +17,13 @@ from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import lazy, names
-from hvdtrain.torch.ops.compression import Compression
+from hvdtrain.torch.ops.compression import resolve
 from hvdtrain.torch.ops.finite import all_finite, first_non_finite
 from hvdtrain.torch.ops.functions import broadcast_optimizer_state
 from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.reduction import fused_update
 from hvdtrain.torch.reduction.alone import Alone
-from hvdtrain.torch.reduction.delayed import Delayed, GradientInFlight
+from hvdtrain.torch.reduction.delayed import Delayed
 from hvdtrain.torch.reduction.exchange import Applied, DenseOnly, Exchange, Made
 from hvdtrain.torch.reduction.host_mean import HostMean
 from hvdtrain.torch.reduction.loss_weights import LossWeights
@@ -31,6 +31,8 @@ from hvdtrain.torch.reduction.optimizer import DistributedOptimizer
 from hvdtrain.torch.reduction.overlapped import Overlapped
 from hvdtrain.torch.steps import clipping, closure, loss_scaling
 from hvdtrain.torch.steps.together import Together, optimizers_by_name
+
+_PER_SAMPLE = "max.loss_per_sample"  # in rank_state
 
 
 class Update:
@@ -70,9 +72,8 @@ class Update:
         options, world = self._options, self._world
         has_peers = world.size > 1 or launch_environment.reduces_alone()
         if has_peers and not isinstance(self.optimizer, Together):
-            compression = getattr(Compression, options.compression)
             every = [(name, parameter) for parameter, name in self._names.items()]
-            self.optimizer = DistributedOptimizer(self.optimizer, every, compression, options.accumulate)
+            self.optimizer = DistributedOptimizer(self.optimizer, every, options.compression, options.accumulate)
             self.optimizer._hvd_reducer.count_again()
         every_step: Exchange = Overlapped(self.optimizer) if has_peers else Alone(self.optimizer)
         within = self.dense_only('LocalSGD(within="host")', instead="within=None")
@@ -84,9 +85,9 @@ class Update:
 
     def delay(self, between_exchanges: Callable[[], None]) -> None:
         """Apply each step's gradient in the step after it; see `Adapter.delay`."""
-        in_flight = GradientInFlight([(n, p) for p, n in self._names.items()], self._options.compression, self._world)
+        compressor = resolve(self._options.compression).bind(list(self._names.values()))
         dense = self.dense_only("sync=Delayed()", instead="sync=None")
-        self.exchange = self._exchanges["all"] = Delayed(self.optimizer, in_flight, dense, between_exchanges)
+        self.exchange = self._exchanges["all"] = Delayed(self.optimizer, compressor, dense, between_exchanges)
 
     def dense_only(self, feature: str, *, instead: str) -> DenseOnly:
         """Return a check for a feature that averages dense gradients only."""
@@ -99,25 +100,24 @@ class Update:
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
-        """Which gradients travel together, and the largest weight of a sample."""
-        per_sample, packed = self._keys
-        held = {per_sample: np.array([self.weights.per_sample])}
-        if self._exchanges and (flags := self._exchanges["all"].packed) is not None:
-            held[packed] = flags
-        return held
+        """The largest weight of a sample, and what the exchange of all ranks keeps on this rank."""
+        held = {_PER_SAMPLE: np.array([self.weights.per_sample])}
+        if self._exchanges:
+            held |= self._exchanges["all"].rank_state
+        return {f"{key}{self._suffix}": array for key, array in held.items()}
 
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
-        per_sample, packed = self._keys
-        if packed in held and self._exchanges:
-            self._exchanges["all"].packed = held[packed]
-        if per_sample in held:
-            self.weights.per_sample = float(held[per_sample][0])
+        suffix = self._suffix
+        own = {key.removesuffix(suffix): array for key, array in held.items() if key.endswith(suffix)}
+        if self._exchanges:
+            self._exchanges["all"].rank_state = own
+        if _PER_SAMPLE in own:
+            self.weights.per_sample = float(own[_PER_SAMPLE][0])
 
     @property
-    def _keys(self) -> tuple[str, str]:
-        suffix = f".{self.name}" if self.name else ""
-        return f"max.loss_per_sample{suffix}", f"max.packed{suffix}"
+    def _suffix(self) -> str:
+        return f".{self.name}" if self.name else ""
 
     def start(self) -> None:
         """Broadcast the root's optimizer state and precision scaler."""

@@ -202,9 +202,8 @@ def test_weights_of_ranks_correct_a_mean_that_was_scaled_for_another_sum(hvd, ra
 @pytest.mark.parametrize("kind", ["bf16", "groups", "none"])
 def test_after_a_reset_units_are_listed_as_on_a_new_rank(hvd, kind, monkeypatch):
     from hvdtrain.torch.ops import engine
-    from hvdtrain.torch.reduction import reduction_unit
 
-    monkeypatch.setattr(reduction_unit, "_BUCKET_BYTES", 64)  # several buckets under bf16
+    monkeypatch.setattr(type(hvd.Compression.bf16), "bucket_bytes", 64)  # several buckets under bf16
     model = Many()
     options = {
         "bf16": {"compression": hvd.Compression.bf16},

@@ -11,7 +11,7 @@ import hvdtrain
 from hvdtrain import callbacks
 from hvdtrain.distributed.world import World
 from hvdtrain.telemetry import interval
-from hvdtrain.torch.reduction.delayed import GradientInFlight
+from hvdtrain.torch.reduction.delayed import Delayed as DelayedExchange
 
 
 def fit(net, train=None, **options):
@@ -94,15 +94,15 @@ def test_a_gradient_is_in_flight_while_the_next_step_computes_but_not_in_a_heart
 
     monkeypatch.setattr(World, "allreduce", allreduce)
     monkeypatch.setattr(interval, "INTERVAL_S", 0.0)  # a heartbeat in each step
-    for name in ("start", "take"):
-        whole = getattr(GradientInFlight, name)
+    for name in ("_send", "_take"):
+        whole = getattr(DelayedExchange, name)
         monkeypatch.setattr(
-            GradientInFlight, name, lambda self, *a, _name=name, _whole=whole: events.append(_name) or _whole(self, *a)
+            DelayedExchange, name, lambda self, *a, _name=name, _whole=whole: events.append(_name) or _whole(self, *a)
         )
     net = model()
     net.register_forward_pre_hook(lambda *_: events.append("forward"))
     fit(net, data(24), epochs=1)
-    assert events == ["forward", "take", "heartbeat", "running", "start"] * 3 + ["take"]
+    assert events == ["forward", "_take", "heartbeat", "running", "_send"] * 3 + ["_take"]
 
 
 @pytest.mark.world_size(2)

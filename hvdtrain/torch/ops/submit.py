@@ -1,0 +1,91 @@
+"""Start a reduction of tensors over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops.engine import Adasum, Average, Handle, Sum
+from hvdtrain.torch.ops.wire import from_real, to_reduce
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How to reduce: Horovod's arguments that all of allreduce's forms share, under Horovod's names."""
+
+    op: int = Average
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    process_set: Any = None
+
+    def send(self, tensor: Tensor, name: str) -> Any:
+        """Start the reduction of one tensor in place; return Horovod's handle."""
+        return engine.native().allreduce_async_(tensor, name=name, **vars(self))
+
+
+def active_ranks_async(name: str) -> Handle:
+    """Count the ranks that have not joined: each sends a one; for a rank that joined, Horovod sends a zero."""
+    ones = torch.ones(1)
+    part = engine.native().allreduce_async_(ones, name=f"{name}.active", op=Sum)
+    return Handle([part], lambda total: round(float(total)), name)
+
+
+def submit(
+    tensors: Sequence[Tensor], how: Reduction, name: str, *, in_place: bool = False, counted: bool = True
+) -> Handle:
+    """Start one reduction of `tensors`, grouped if there are several; the handle gives a list of tensors.
+
+    For a mean with `counted`, the sum is divided by the number of ranks that have not joined; else the caller does it.
+    """
+    if how.op == Adasum:
+        check_adasum(tensors[0])
+    if how.op not in (Average, Sum) and any(tensor.is_complex() for tensor in tensors):
+        raise TypeError(
+            "Complex numbers can be averaged and added up only. Received: another op. Use torch.view_as_real."
+        )
+    wires = []
+    for tensor in tensors:
+        sent = to_reduce(tensor)
+        wires.append(sent if in_place or sent.data_ptr() != tensor.data_ptr() else sent.clone())
+    # Horovod multiplies a sum by a rounded 1/size and cuts: 49 ones on 49 ranks would have the integer mean 0.
+    whole_numbers = how.op == Average and not any(sent.is_floating_point() for sent in wires)
+    sent_as = replace(how, op=Sum) if whole_numbers else how
+    if len(wires) == 1:
+        parts = [sent_as.send(wires[0], name)]
+    else:
+        parts = [engine.native().grouped_allreduce_async_(wires, name=name, **vars(sent_as))]
+    expected = how.process_set.size()
+    if counted and how.op == Average and engine.is_global(how.process_set) and expected > 1:
+        parts.append(active_ranks_async(name))
+
+    def finish(_: Any, active: int = expected) -> list[Tensor]:
+        results = []
+        for tensor, received in zip(tensors, wires, strict=True):
+            if whole_numbers:
+                received.copy_(torch.div(received, active, rounding_mode="trunc"))
+            elif active != expected:
+                received.mul_(expected / active)
+            if not in_place:
+                results.append(from_real(received, tensor.dtype))
+                continue
+            if received.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(from_real(received, tensor.dtype))
+            results.append(tensor)
+        return results
+
+    return Handle(parts, finish, name)
+
+
+def check_adasum(tensor: Tensor) -> None:
+    """Raise ValueError where Horovod has no Adasum, which needs MPI on GPUs too; Horovod fails after it has sent."""
+    native = engine.native()
+    if native.size() > 1 and not native.mpi_enabled():
+        raise ValueError(
+            f"Adasum needs MPI. Received: a tensor on {tensor.device}, and Gloo as data plane on rank {native.rank()}. "
+            "Launch with `horovodrun --mpi`, or use op=Average."
+        )

@@ -1,0 +1,64 @@
+"""How a tensor is sent: contiguous, and of a type that Horovod knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# What horovod.torch 0.28.1 adds up; narrower floats travel as float32, which also adds them up better.
+REDUCED = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
+_SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16)
+_REDUCED_AS = {torch.bfloat16: torch.float32, **dict.fromkeys(_SMALL_INTEGERS, torch.int32)}
+_MOVED = {*REDUCED, *_SMALL_INTEGERS}
+_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, of the same memory if possible; other tensors as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def from_real(real: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `as_real` made of a tensor of `dtype`, as that type again."""
+    return (torch.view_as_complex(real) if dtype.is_complex else real).to(dtype)
+
+
+def is_native(tensor: Tensor) -> bool:
+    """Return whether Horovod can reduce this very tensor in place."""
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return tensor.dtype in REDUCED and is_dense and not tensor.requires_grad
+
+
+def to_reduce(tensor: Tensor) -> Tensor:
+    """Return `tensor` as something that can be added up: of its own memory where that is possible."""
+    tensor = as_real(tensor.detach())
+    if tensor.dtype not in REDUCED:
+        if tensor.dtype not in _REDUCED_AS:
+            raise TypeError(
+                f"Tensors of {tensor.dtype} cannot be reduced over ranks. Received: shape {tuple(tensor.shape)}. "
+                f"Cast it to one of {sorted(str(t) for t in (*REDUCED, *_REDUCED_AS))} first."
+            )
+        tensor = tensor.to(_REDUCED_AS[tensor.dtype])
+    return tensor.contiguous()
+
+
+def to_move(tensor: Tensor) -> Tensor:
+    """Return `tensor` as something that can be sent bit for bit; `from_move` turns it back."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.dtype in _MOVED:
+        return tensor
+    if tensor.dtype.itemsize not in _BITS:  # complex128
+        return torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
+def from_move(moved: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what `to_move` made of a tensor of `dtype`, as that type again."""
+    if dtype in _MOVED:
+        return moved
+    return torch.view_as_complex(moved) if dtype.itemsize not in _BITS else moved.view(dtype)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one shape are one and the same."""
+    return a.dtype == b.dtype and a.data_ptr() == b.data_ptr()
