@@ -199,7 +199,7 @@ DEFECTS = (
     ),
     Defect(
         "bf16: the first rank's part is left out of the sum",
-        "hvdtrain/torch/ops/reduce_ops.py",
+        "hvdtrain/torch/ops/compression.py",
         ".float().sum(0)",
         ".float()[1:].sum(0)",
         TORCH,
@@ -521,8 +521,8 @@ DEFECTS = (
     ),
     Defect(
         "seam: a resumed run packs its gradients anew",
-        "hvdtrain/torch/steps/update.py",
-        'self._exchanges["all"].packed = held[packed]',
+        "hvdtrain/torch/reduction/exchange.py",
+        "self.packed = held[_PACKED]",
         "pass",
         ranks("trainer-torch", "resumed_run_sums_as", np=3),
     ),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvdtrain.torch.ops import engine, reduce_ops
+from hvdtrain.torch.ops import engine, reduce_ops, submit
 from hvdtrain.torch.steps import training_state
 
 
@@ -49,7 +49,7 @@ def test_adasum_without_mpi_is_refused_on_gpus_too(monkeypatch, device):
     monkeypatch.setattr(engine, "native", lambda: horovod)
     tensor = SimpleNamespace(device=device, is_cuda=device != "cpu")
     with pytest.raises(ValueError, match=rf"Adasum needs MPI.*{device}.*rank 1.*--mpi"):
-        reduce_ops.check_adasum(tensor)
+        submit.check_adasum(tensor)
 
 
 def test_the_gpus_generator_is_part_of_what_a_rank_holds(on_a_gpu):
