@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a `step` of the user's own returns for a batch.
+    """The loss of a batch: `step` returns it.
 
     Args:
         mean: the loss to minimize: a mean, as a tensor of one element.
@@ -133,7 +133,7 @@ class State:
     # Names begin with "model." or "optimizer.". An adapter's are `HostArrays`.
     arrays: dict[str, NDArray[Any]] | HostArrays = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)  # settings of the optimizer, state of the precision scaler
-    unsettled: frozenset[str] = frozenset()  # arrays that each rank changes by itself until `Adapter.settle`
+    per_rank: frozenset[str] = frozenset()  # arrays that each rank changes by itself until `Adapter.average_buffers`
     trained: frozenset[str] = frozenset()  # arrays that gradients change
     frozen: frozenset[str] = frozenset()  # weights that are not trained; statistics and other buffers are not weights
     pending: frozenset[str] = frozenset()  # arrays of an update that is still to be made
@@ -147,7 +147,7 @@ class State:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a step was not taken: a reduced gradient, equal on all ranks, is not finite."""
+    """The reason why no rank took a step: a reduced gradient, equal on all ranks, is not finite."""
 
     reduced: str  # name of the first such parameter
     own: str | None  # the first parameter whose gradient is not finite on this rank, before the reduction
@@ -155,8 +155,8 @@ class Fault:
     batches: Sequence[Batch] | None = None  # of that step; None for the last one
     steps_ago: int = 0  # how many steps before all ranks learn of it; 0 unless ranks step alone or with a delay
     in_a_row: int | None = None  # steps that a rank did not take, up to now; None where every step reports a fault
-    is_late: bool = False  # whether ranks have taken the step after which they learn of it
-    is_restored: bool = False  # whether the gradient is a checkpoint's, which does not say what made it
+    is_late: bool = False  # True if the step was already taken when ranks learn of the fault
+    is_restored: bool = False  # True if the gradient comes from a checkpoint, which does not say what made it
 
 
 @dataclass
@@ -181,7 +181,7 @@ class OpenStep:
         self.advance()
 
 
-class Replica(Protocol):
+class WeightAccess(Protocol):
     """This rank's weights and optimizer state, for strategies in which ranks step alone and synchronize later.
 
     The arrays are flat copies, one for each dtype and device, of a type that has arithmetic in place; their order and
@@ -191,28 +191,28 @@ class Replica(Protocol):
     def agree(self) -> None:
         """Give all ranks the same entries of optimizer state; counters and loss scales become equal. A collective."""
 
-    def parts(self, number: int) -> list[Replica]:
-        """Return so many replicas of about equal size, each of a part of the weights; some may be empty."""
+    def parts(self, number: int) -> list[WeightAccess]:
+        """Return `number` objects of about equal size, each for a part of the weights; some may be empty."""
 
     def identities(self) -> list[int]:
-        """Return which weights these are: others after one is frozen, or trained again."""
+        """Return the ids of the trained weights; they change when a weight is frozen or unfrozen."""
 
     def weights(self) -> list[Any]:
-        """Return the weights that are trained."""
+        """Return the trained weights."""
 
     def set_weights(self, arrays: Sequence[Any]) -> None:
-        """Replace them."""
+        """Replace the trained weights."""
 
     def moments(self) -> list[Any]:
         """Return the optimizer's state that has a value for each weight, or for rows of them: momentum, Adam's."""
 
     def set_moments(self, arrays: Sequence[Any]) -> None:
-        """Replace it."""
+        """Replace this state."""
 
     def mean(self, arrays: Sequence[Any], *, name: str, compression: str) -> Callable[[], list[Any]]:
-        """Start to average arrays over ranks; the function waits and returns the means, equal bit for bit.
+        """Start to average `arrays` over ranks. Return a function that waits, and returns the means, bit for bit equal.
 
-        It may use the arrays' memory.
+        It may overwrite `arrays`.
         """
 
     def to_host(self, array: Any) -> NDArray[Any]:
@@ -223,7 +223,7 @@ class Replica(Protocol):
 
 
 class Adapter(Protocol):
-    """What a framework does for the Trainer."""
+    """The operations of a framework for the Trainer."""
 
     learning_rates: list[float]  # one per parameter group; assigning changes the optimizer's
     # What checkpoints restore of the optimizer's settings, as JSON, one dict a parameter group: lr, weight_decay, ...
@@ -234,7 +234,7 @@ class Adapter(Protocol):
     rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it
     notes: list[str]  # log lines on what the adapter has changed or kept; after a step the loop logs and removes them
 
-    couples_samples: bool  # whether what a sample gives depends on the others of its rank's batch, as with BatchNorm
+    couples_samples: bool  # True if outputs depend on the other samples of the rank's batch, as with BatchNorm
 
     @property
     def step_taken(self) -> bool:
@@ -277,7 +277,7 @@ class Adapter(Protocol):
                 shall not wait for one. An adapter with nothing in flight between steps need not call it.
         """
 
-    def replica(self) -> Replica:
+    def weight_access(self) -> WeightAccess:
         """Return access to weights and optimizer state."""
 
     def eval_step(self, batch: Batch) -> None:
@@ -300,8 +300,8 @@ class Adapter(Protocol):
     def local_metrics(self) -> dict[str, float]:
         """Return this rank's metrics since the last reset; no collective."""
 
-    def settle(self) -> None:
-        """Synchronize what ranks still hold alone, such as running means; called after each epoch."""
+    def average_buffers(self) -> None:
+        """Average buffers that each rank changes by itself, such as running means; called after each epoch."""
 
     def abandon(self) -> None:
         """Stop what is in flight, because this rank's training has ended with an error. Not a collective."""
@@ -309,7 +309,7 @@ class Adapter(Protocol):
     def finish(self) -> Fault | None:
         """Change weights as the framework does when training ends; called after the last epoch and its checkpoint.
 
-        Returns what is wrong with an update that was still to be made, and was not; set on all ranks or on none.
+        Returns the fault of an update that was in flight and is not finite; None if all is well. Equal on all ranks.
         """
 
     def state(self) -> State:

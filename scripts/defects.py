@@ -241,10 +241,10 @@ DEFECTS = (
         ranks("trainer-torch", "healthy or flipped"),
     ),
     Defect(
-        "settle: running statistics are the largest over ranks, not the mean",
-        "hvdtrain/torch/ops/settle.py",
-        'world.allreduce(flat.numpy(), "mean", name="settle")',
-        'world.allreduce(flat.numpy(), "max", name="settle")',
+        "average_buffers: running statistics are the largest over ranks, not the mean",
+        "hvdtrain/torch/ops/average_buffers.py",
+        'world.allreduce(flat.numpy(), "mean", name="average_buffers")',
+        'world.allreduce(flat.numpy(), "max", name="average_buffers")',
         unit("torch/test_dtypes.py"),
     ),
     # Where a run resumes
@@ -424,7 +424,7 @@ DEFECTS = (
     Defect(
         "sync: momentum stays each rank's own",
         "hvdtrain/sync/periodic.py",
-        "replica.set_moments(moments())",
+        "access.set_moments(moments())",
         "moments()",
         ALONE,
     ),

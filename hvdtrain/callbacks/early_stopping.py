@@ -147,11 +147,11 @@ class EarlyStopping(Callback):
 def _settled(state: State, world: World) -> State:
     """Return the state with what each rank changes by itself averaged, as an epoch's end does."""
     arrays = dict(state.arrays)
-    for name in sorted(state.unsettled):
+    for name in sorted(state.per_rank):
         array = arrays[name]
         if array.dtype.kind == "f":
-            settled = world.allreduce(array.astype(np.float64), "mean", name="settle")
+            averaged = world.allreduce(array.astype(np.float64), "mean", name="average_buffers")
         else:
-            settled = world.allreduce(array.astype(np.int64), "max", name="settle")
-        arrays[name] = settled.astype(array.dtype).reshape(array.shape)
+            averaged = world.allreduce(array.astype(np.int64), "max", name="average_buffers")
+        arrays[name] = averaged.astype(array.dtype).reshape(array.shape)
     return replace(state, arrays=arrays)

@@ -184,8 +184,8 @@ def interval(*, cost: float, step: float) -> int:
 
 
 def digests(state: State, *, settled: bool) -> dict[str, bytes]:
-    """Return digests of tensors and settings, by name; unless settled, not of what ranks change until `settle`."""
-    compared = (name for name in state.arrays if settled or name not in state.unsettled)
+    """Return digests of tensors and settings, by name; those in `State.per_rank` only if settled."""
+    compared = (name for name in state.arrays if settled or name not in state.per_rank)
     return {name: state.digest(name) for name in compared} | {SETTINGS: checksums.of_json(state.meta)}
 
 

@@ -29,9 +29,9 @@ from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, re
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.overrides import STEPS, overrides
 from hvdtrain.keras.own_logs import OwnLogs
-from hvdtrain.keras.replica import Replica
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
 from hvdtrain.keras.variables import broadcast_model, broadcast_variables
+from hvdtrain.keras.weight_access import WeightAccess
 from hvdtrain.keras.wrapping import adopt_optimizer
 
 log = logging.getLogger("hvdtrain")
@@ -276,9 +276,9 @@ class KerasAdapter:
         if any(changed):
             self._model.train_function = None
 
-    def replica(self) -> Replica:
+    def weight_access(self) -> WeightAccess:
         """Return access to weights and optimizer state."""
-        return Replica(self._model, self._world)
+        return WeightAccess(self._model, self._world)
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""
@@ -343,11 +343,13 @@ class KerasAdapter:
         if self._model.optimizer.built:
             self._model.optimizer.finalize_variable_values(self._model.trainable_weights)
 
-    def settle(self) -> None:
+    def average_buffers(self) -> None:
         """Average what is not trained over ranks: running statistics of normalisation layers."""
         variables = [v for v in self._model.non_trainable_weights if "float" in str(v.dtype)]
         if self._world.size > 1 and variables:
-            assign(variables, reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="settle")))
+            assign(
+                variables, reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="average_buffers"))
+            )
 
     def state(self) -> State:
         """Return weights and optimizer state, as arrays that the next step may change."""

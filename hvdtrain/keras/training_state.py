@@ -49,7 +49,7 @@ def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
 def capture(model: keras.Model) -> State:
     """Return the model's weights and its optimizer's variables; each is copied when it is read."""
     # Variables made not to be trained, such as running statistics. A frozen layer's weights are not among them: nothing
-    # changes them, and a difference between ranks must be found before `settle` averages it away.
+    # changes them, and a difference between ranks must be found before `average_buffers` removes it.
     weights = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
     own = {id(v) for v in model.non_trainable_weights} - weights
     has_gradient = {id(v) for v in model.trainable_weights}
@@ -57,7 +57,7 @@ def capture(model: keras.Model) -> State:
     return State(
         HostArrays(variables, lambda v: np.asarray(keras.ops.convert_to_numpy(v))),
         {_TRAINABLE: trained.flags_of(model)},
-        unsettled=frozenset(name for name, v in variables.items() if id(v) in own),
+        per_rank=frozenset(name for name, v in variables.items() if id(v) in own),
         trained=frozenset(name for name, v in variables.items() if id(v) in has_gradient),
         frozen=frozenset(name for name, v in variables.items() if id(v) in weights - has_gradient),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdtrain.adapter import Replica
+from hvdtrain.adapter import WeightAccess
 
 
 class Outer:
@@ -19,8 +19,8 @@ class Outer:
     Without `keeps_anchor`, which is for lr=1 and momentum=0, it averages weights instead of changes, and needs no copy.
     """
 
-    def __init__(self, replica: Replica, *, lr: float, momentum: float, keeps_anchor: bool) -> None:
-        self.replica = replica
+    def __init__(self, access: WeightAccess, *, lr: float, momentum: float, keeps_anchor: bool) -> None:
+        self.access = access
         self.velocity: list[Any] = []
         self.ends_after_step = 0  # the step after which the exchange in flight ends
         self._lr, self._momentum, self._keeps_anchor = lr, momentum, keeps_anchor
@@ -37,7 +37,7 @@ class Outer:
         """Note the weights that ranks agree on, before their first step alone."""
         if self._keeps_anchor:
             # Again each time: a callback may have changed the weights, and those in half precision are rounded.
-            self._anchor = self.replica.weights()
+            self._anchor = self.access.weights()
 
     def drop(self) -> None:
         """Drop an exchange in flight, of a `fit` that an error has ended; the velocity stays."""
@@ -48,12 +48,12 @@ class Outer:
 
     def start(self, *, name: str, compression: str, keep: bool = False) -> None:
         """Start to average the change of the weights; with `keep`, for a `finish` some steps later."""
-        changes = self.replica.weights()
-        self._sent = self.replica.weights() if keep else []
+        changes = self.access.weights()
+        self._sent = self.access.weights() if keep else []
         if self._anchor is not None:
             for change, anchor in zip(changes, self._anchor, strict=True):
                 change -= anchor
-        self._wait = self.replica.mean(changes, name=name, compression=compression)
+        self._wait = self.access.mean(changes, name=name, compression=compression)
 
     def finish(self) -> None:
         """Wait, and take the outer step. What this rank has learned since `start` with `keep` is added to it."""
@@ -61,12 +61,12 @@ class Outer:
             return
         weights = self._advanced(self._wait())
         if self._sent:
-            now = self.replica.weights()
+            now = self.access.weights()
             for value, sent, new in zip(now, self._sent, weights, strict=True):
                 value -= sent
                 value += new
             weights = now
-        self.replica.set_weights(weights)
+        self.access.set_weights(weights)
         self._wait, self._sent = None, []
 
     def _advanced(self, changes: Sequence[Any]) -> list[Any]:

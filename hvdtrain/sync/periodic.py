@@ -111,7 +111,7 @@ class Periodic(Synchronizer):
     def _host_velocities(self) -> dict[str, NDArray[Any]]:
         """Return the velocities by name; none where no outer step was taken."""
         held = {
-            f"{_VELOCITY}{number}.{index}": outer.replica.to_host(each)
+            f"{_VELOCITY}{number}.{index}": outer.access.to_host(each)
             for number, outer in enumerate(self._outers)
             for index, each in enumerate(outer.velocity)
         }
@@ -120,7 +120,7 @@ class Periodic(Synchronizer):
     def _make_outers(self) -> list[Outer]:
         """Return the outer optimizer of each fragment: new ones if other weights are trained than before."""
         period = self._period
-        parts = self.adapter.replica().parts(period.fragments)
+        parts = self.adapter.weight_access().parts(period.fragments)
         identities = [part.identities() for part in parts]
         if identities != self._identities:
             if self._alone:
@@ -144,10 +144,10 @@ class Periodic(Synchronizer):
             return
         found = []
         for number, outer in enumerate(self._outers):
-            pairs = [(held.get(f"{_VELOCITY}{number}.{i}"), each) for i, each in enumerate(outer.replica.weights())]
+            pairs = [(held.get(f"{_VELOCITY}{number}.{i}"), each) for i, each in enumerate(outer.access.weights())]
             if any(saved is None or saved.shape != tuple(like.shape) for saved, like in pairs):
                 return
-            found.append([outer.replica.from_host(saved, like) for saved, like in pairs if saved is not None])
+            found.append([outer.access.from_host(saved, like) for saved, like in pairs if saved is not None])
         for outer, velocity in zip(self._outers, found, strict=True):
             outer.velocity = velocity
 
@@ -202,18 +202,18 @@ class Periodic(Synchronizer):
 
     def _synchronize(self) -> None:
         """Make all weights and optimizer state equal on all ranks."""
-        replica, outers = self.adapter.replica(), self._make_outers()
-        replica.agree()
+        access, outers = self.adapter.weight_access(), self._make_outers()
+        access.agree()
         for outer in outers:
             outer.finish()
         for index, outer in enumerate(outers):
             outer.start(name=f"sync.{index}", compression=self._compression)
         # A second moment is too small for float16.
         moments_as = "none" if self._compression == "none" else "bf16"
-        moments = replica.mean(replica.moments(), name="sync.moments", compression=moments_as)
+        moments = access.mean(access.moments(), name="sync.moments", compression=moments_as)
         for outer in outers:
             outer.finish()
-        replica.set_moments(moments())
+        access.set_moments(moments())
         self._alone, self._is_requested = 0, False
         recorder.exchanged()
         self._agree_on_faults()

@@ -58,7 +58,7 @@ class Synchronizer:
 
     def make_equal(self) -> Fault | None:
         """Give all ranks equal weights and statistics, after an epoch; return a fault of which they learn now."""
-        self.adapter.settle()
+        self.adapter.average_buffers()
         return self.adapter.fault
 
     # State

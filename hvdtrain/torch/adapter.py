@@ -23,12 +23,12 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine, lazy, names
+from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.finite import first_non_finite
 from hvdtrain.torch.ops.gpu_clock import GpuClock
-from hvdtrain.torch.ops.settle import settle
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.reduction.loss_weights import Counted
-from hvdtrain.torch.reduction.replica import Optimizers, Replica
+from hvdtrain.torch.reduction.weight_access import Optimizers, WeightAccess
 from hvdtrain.torch.steps import training_state
 from hvdtrain.torch.steps.arguments import check, check_collectives
 from hvdtrain.torch.steps.attempt import Attempt
@@ -237,10 +237,10 @@ class TorchAdapter:
         """Apply each step's gradient in the step after it."""
         self._update.delay(between_exchanges)
 
-    def replica(self) -> Replica:
+    def weight_access(self) -> WeightAccess:
         """Return access to weights and optimizer state."""
         lazy.check(lazy.tensors(self._model).items(), what="What reads weights before the first step")
-        return Replica(self._optimizers(), self._world)
+        return WeightAccess(self._optimizers(), self._world)
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""
@@ -447,10 +447,10 @@ class TorchAdapter:
             update.detach()
         return fault
 
-    def settle(self) -> None:
-        """Average running statistics over ranks; counters become the largest. See `settle.settle`."""
+    def average_buffers(self) -> None:
+        """Average running statistics over ranks; counters become the largest. See `average_buffers`."""
         if self._reduced:
-            settle(list(names.buffers(self._model)), self._world)
+            average_buffers(list(names.buffers(self._model)), self._world)
 
     def _optimizers(self) -> Optimizers:
         return {name: (update.optimizer, update.scaler) for name, update in self._updates.items()}

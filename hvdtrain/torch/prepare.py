@@ -17,7 +17,7 @@ from hvdtrain.distributed import streams
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.data.short_batches import ShortBatches
 from hvdtrain.torch.ops import dtypes, names
-from hvdtrain.torch.ops.settle import settle
+from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.sources import LoaderSource
 from hvdtrain.torch.steps import training_state
@@ -121,4 +121,4 @@ class PreparedLoader:
                     weights.end(id(self), placed, is_left=is_left)
                 del placed
         if size > 1 and self._model.training:  # equal also in evaluation, and in the file that rank 0 writes
-            settle(list(names.buffers(self._model)), self._world)
+            average_buffers(list(names.buffers(self._model)), self._world)

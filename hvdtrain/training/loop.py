@@ -190,7 +190,7 @@ class Loop:
         for hook in self._hooks:
             hook.on_training_end(self._context)
         fault = self._sync.finish()  # after the last checkpoint, from which more epochs may be trained
-        self._nan_policy.must_stop(fault, (), at="The last step")
+        self._nan_policy.handle(fault, (), at="The last step")
         for hook in self._hooks:
             hook.on_fit_end(self._context)
         self.saver.finish()
@@ -259,7 +259,7 @@ class Loop:
             steps.close()
         if self._end.why == "nan_policy":
             adapter.reset_metrics()
-            adapter.settle()
+            adapter.average_buffers()
             return None
         self._note(steps.describe())
         if not progress.consumed.samples:
@@ -296,7 +296,7 @@ class Loop:
         if self._sync.in_sync:
             return
         fault = self._sync.make_equal()  # only now ranks learn of steps that one of them has left out
-        if self._nan_policy.must_stop(fault, (), at=f"The last step of epoch {self.progress.epoch + 1}"):
+        if self._nan_policy.handle(fault, (), at=f"The last step of epoch {self.progress.epoch + 1}"):
             self._stop_by_nan_policy()
 
     def _report(self, logs: dict[str, float]) -> bool:
@@ -348,7 +348,7 @@ class Loop:
             take(group)
             fault = self._sync.after_step(group)
             recorder.ended("compute")
-            stops = self._nan_policy.must_stop(fault, group, at=f"Step {step + 1} of epoch {progress.epoch + 1}")
+            stops = self._nan_policy.handle(fault, group, at=f"Step {step + 1} of epoch {progress.epoch + 1}")
             if not stops or (fault is not None and fault.is_late):
                 progress.advance(steps.took(group))
             if stops:

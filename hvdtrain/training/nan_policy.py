@@ -43,7 +43,7 @@ class NanPolicy:
             log.warning("Epoch %d: %s is %s. %s", epoch + 1, bad[0], logs[bad[0]], advice)
         self._warned = bool(bad)
 
-    def must_stop(self, fault: Fault | None, batches: Sequence[Batch], *, at: str) -> bool:
+    def handle(self, fault: Fault | None, batches: Sequence[Batch], *, at: str) -> bool:
         """Count a step taken, or handle a refused one; return whether training stops, equal on all ranks.
 
         `at` names the step. With "raise", a refused step is a NonFiniteError on every rank.

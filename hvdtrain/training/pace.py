@@ -84,7 +84,7 @@ class Pace:
         )
 
     def end_epoch(self, progress: RunProgress) -> dict[str, float]:
-        """Return the metrics of the epoch, its learning rate and its speed; then settle the adapter's statistics."""
+        """Return the metrics of the epoch, its learning rate and its speed; then average buffers over ranks."""
         times = np.zeros(self._world.size)  # one entry per rank: they travel with the metrics
 
         def reduce(vector: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -96,6 +96,6 @@ class Pace:
         logs = self._adapter.metrics(reduce)
         logs.setdefault("learning_rate", self._adapter.learning_rates[0])  # a metric may have this name
         seconds = float(times.max())
-        self._adapter.settle()
+        self._adapter.average_buffers()
         self._earlier_samples += progress.consumed.samples
         return logs | {"samples_per_s": progress.consumed.samples / seconds, "seconds": seconds}

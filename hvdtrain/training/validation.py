@@ -47,11 +47,11 @@ class Validation:
 
     @contextmanager
     def _training_aside(self, *, within_epoch: bool) -> Iterator[None]:
-        """Evaluate on settled statistics; training then continues with its own metrics, statistics, random states."""
+        """Evaluate on averaged statistics; training then continues with its own metrics, statistics, random states."""
         before = rank_state.random_states() | self.adapter.rank_state
         if within_epoch:
             self.adapter.reset_metrics()
-            self.adapter.settle()
+            self.adapter.average_buffers()
         with self.of_training.aside():
             yield
         load_rank_state(self.adapter, before)

@@ -15,7 +15,7 @@ from hvdtrain.adapter import HostArrays, State
 from hvdtrain.data.trees import tree_map
 from hvdtrain.torch.ops import digests, dtypes, lazy, names
 from hvdtrain.torch.ops.names import parameters_of
-from hvdtrain.torch.reduction.replica import Optimizers
+from hvdtrain.torch.reduction.weight_access import Optimizers
 
 
 def to_host(value: Any) -> NDArray[Any]:
@@ -66,12 +66,12 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
         own, metas[name] = _capture_optimizer(optimizer, scaler)
         tensors |= {f"{_prefix(name)}{key}": tensor for key, tensor in own.items()}
     arrays = HostArrays(tensors, dtypes.to_array, digests.of_tensor)
-    unsettled = frozenset(f"model.{name}" for name, _ in names.buffers(model))
+    per_rank = frozenset(f"model.{name}" for name, _ in names.buffers(model))
     trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
     every = model.named_parameters(remove_duplicate=False)  # a tied weight has several names in a state_dict
     frozen = frozenset(f"model.{names.plain(name)}" for name, each in every if not each.requires_grad)
     meta = metas.get("", {"optimizers": metas})
-    return State(arrays, meta, unsettled=unsettled, trained=trained, frozen=frozen)
+    return State(arrays, meta, per_rank=per_rank, trained=trained, frozen=frozen)
 
 
 def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -222,7 +222,7 @@ def reseed(seeds: Mapping[str, int]) -> None:
 
 
 def rank_state(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
-    """Return the random states, and the buffers, which ranks settle at an epoch's end."""
+    """Return the random states, and the buffers, which are averaged over ranks when an epoch ends."""
     return random_states() | {name: to_host(buffer) for name, buffer in _buffers(model).items()}
 
 

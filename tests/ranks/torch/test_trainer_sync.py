@@ -15,7 +15,7 @@ from trainer_kit import BATCH, assert_close, data, fit, model
 import hvdtrain
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.reduction.replica import Replica
+from hvdtrain.torch.reduction.weight_access import WeightAccess
 
 
 def alone(optimizer, groups, *, every, after=0, lr=1.0, momentum=0.0, clip_norm=None, epochs=2):
@@ -214,7 +214,7 @@ def streamed(size, *, every, fragments, overlap, lr=0.7, momentum=0.9, epochs=2)
     x, y = data()
     nets = [model() for _ in range(size)]
     optimizers = [kit.OPTIMIZERS["sgd"](net) for net in nets]
-    whole = Replica({"": (optimizers[0], torch.amp.GradScaler("cpu", enabled=False))}, hvdtrain.init("torch"))
+    whole = WeightAccess({"": (optimizers[0], torch.amp.GradScaler("cpu", enabled=False))}, hvdtrain.init("torch"))
     parts = whole.parts(fragments)
     where = [[i for i, p in enumerate(nets[0].parameters()) if any(p is each for each in part._only)] for part in parts]
     anchor = [p.detach().clone() for p in nets[0].parameters()]
@@ -269,7 +269,7 @@ def test_fragments_are_exchanged_while_steps_go_on(world, every, fragments, over
 @pytest.mark.world_size(2)
 def test_no_step_waits_for_an_exchange_that_is_in_flight(world, monkeypatch):
     events = []
-    mean = Replica.mean
+    mean = WeightAccess.mean
 
     def noted(self, arrays, *, name, compression):
         wait = mean(self, arrays, name=name, compression=compression)
@@ -280,7 +280,7 @@ def test_no_step_waits_for_an_exchange_that_is_in_flight(world, monkeypatch):
         def on_step_begin(self, trainer, step):
             events.append("step")
 
-    monkeypatch.setattr(Replica, "mean", noted)
+    monkeypatch.setattr(WeightAccess, "mean", noted)
     trainer = kit.make_trainer(model(), "sgd", sync=hvdtrain.DiLoCo(4, overlap=2))
     kit.run(trainer, epochs=None, steps=7, batch_size=2, hooks=[Steps()])
     begin = events.index("start sync.0")

@@ -41,7 +41,7 @@ def test_ranks_that_go_on_beside_ranks_that_start_anew_are_an_error(kit, world, 
 @pytest.mark.world_size(2)
 def test_what_must_be_finite_is_what_gradients_change(kit, world):
     state = kit.trainer(kit.norm_model()).state()
-    weights = {name for name in state.arrays if name.startswith("model.")} - state.unsettled
+    weights = {name for name in state.arrays if name.startswith("model.")} - state.per_rank
     assert state.trained == weights
     assert state.trained
 

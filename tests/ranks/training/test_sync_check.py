@@ -148,10 +148,10 @@ def test_running_statistics_raise_no_alarm_until_they_are_settled(kit, world, sa
     with caplog.at_level(logging.WARNING, logger="hvdtrain"):
         trainer = fit(kit, SyncCheck(every=1, on_divergence="repair"), net=net, samples=samples)
     assert not [record for record in caplog.records if "no longer" in record.getMessage()]
-    unsettled = sorted(trainer.state().unsettled)
-    assert len(unsettled) >= 2
-    assert all("gamma" not in name and "weight" not in name for name in unsettled)
-    (mean,) = [name for name in unsettled if "mean" in name]
+    per_rank = sorted(trainer.state().per_rank)
+    assert len(per_rank) >= 2
+    assert all("gamma" not in name and "weight" not in name for name in per_rank)
+    (mean,) = [name for name in per_rank if "mean" in name]
     text = error_of_all(world, kit, Flip(mean), SyncCheck(every=1), trainer=trainer)
     assert f"{mean} " in text
     assert "at the end of fit" in text

@@ -244,10 +244,10 @@ def test_running_statistics_are_their_mean_over_ranks_after_fit(kit, world):
 
     kit.trainer(net).fit(data(50), epochs=2, batch_size=BATCH, callbacks=[Remember()], progress=False)
     assert_equal_on_all_ranks(world, statistics())
-    for settled, mine in zip(statistics(), own, strict=True):
+    for averaged, mine in zip(statistics(), own, strict=True):
         ranks = world.allgather(mine[None].astype(np.float64))
         assert np.abs(ranks[0] - ranks[1]).max() > 1e-4  # each saw samples of its own
-        np.testing.assert_allclose(settled, ranks.mean(0), rtol=1e-5)
+        np.testing.assert_allclose(averaged, ranks.mean(0), rtol=1e-5)
 
 
 @pytest.mark.on_keras

@@ -55,7 +55,7 @@ def test_without_a_strategy_ranks_are_equal_after_each_step():
     assert not sync.in_flight
     assert adapter.calls == []
     sync.make_equal()
-    assert adapter.calls == ["settle"]
+    assert adapter.calls == ["average_buffers"]
 
 
 def test_a_delayed_adapter_calls_what_the_loop_sets_later():

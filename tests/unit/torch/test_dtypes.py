@@ -16,7 +16,7 @@ from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.averaging import AveragedWeights
 from hvdtrain.torch.ops import dtypes
-from hvdtrain.torch.ops.settle import settle
+from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.steps import training_state
 from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.metrics import Totals
@@ -101,7 +101,7 @@ def test_what_is_equal_on_all_ranks_settles_to_itself_bit_for_bit(dtype):
             ("conj", values(dtype).conj()),
             ("other", torch.tensor([float(world.rank)])),
         ]
-        settle(buffers, world)
+        average_buffers(buffers, world)
         return [bits(each) for _, each in buffers]
 
     found = on_ranks(3, on_rank)
@@ -116,7 +116,7 @@ def test_buffers_of_ranks_settle_to_means_largest_integers_or_any(dtype):
         mine = [torch.tensor([2 * rank + 1j * rank]).to(dtype) for rank in range(3)]
     if dtype is torch.float8_e8m0fnu:  # powers of two only
         mine = [torch.tensor([each]).to(dtype) for each in (1.0, 1.0, 4.0)]
-    on_ranks(3, lambda world: settle([("each", mine[world.rank])], world))
+    on_ranks(3, lambda world: average_buffers([("each", mine[world.rank])], world))
     expected = {torch.complex32: 2 + 1j, torch.complex64: 2 + 1j, torch.complex128: 2 + 1j, torch.bool: True}
     wanted = expected.get(dtype, 2.0 if dtype is torch.float8_e8m0fnu else 1.0 if dtype.is_floating_point else top + 2)
     assert [each.tolist() for each in mine] == [[wanted]] * 3
@@ -126,7 +126,7 @@ def test_buffers_of_ranks_settle_to_means_largest_integers_or_any(dtype):
 def test_bytes_that_differ_on_ranks_are_an_error_on_every_rank(dtype):
     def on_rank(world):
         with pytest.raises(HvdTrainError, match=rf"the buffer codes.*Received: {dtype} on rank {world.rank}"):
-            settle([("codes", torch.full((2,), world.rank, dtype=torch.uint8).view(dtype))], world)
+            average_buffers([("codes", torch.full((2,), world.rank, dtype=torch.uint8).view(dtype))], world)
 
     on_ranks(2, on_rank)
 

@@ -17,8 +17,8 @@ from hvdtrain.keras.training_state import assign, copies, number
 Array = NDArray[Any]
 
 
-class Replica:
-    """See `hvdtrain.adapter.Replica`. Arrays are NumPy's: values pass through the host, once in many steps."""
+class WeightAccess:
+    """See `hvdtrain.adapter.WeightAccess`. Arrays are NumPy's: values pass through the host, once in many steps."""
 
     def __init__(self, model: keras.Model, world: World) -> None:
         self._model, self._world = model, world
@@ -29,12 +29,12 @@ class Replica:
         scales = [each.dynamic_scale for each in all_optimizers(self._model) if hasattr(each, "dynamic_scale")]
         sign = np.array([-1.0 if any(v is scale for scale in scales) else 1.0 for v in counters])
         mine = np.array([number(v) for v in counters]) * sign
-        agreed = self._world.allreduce(mine, "max", name="replica") * sign
+        agreed = self._world.allreduce(mine, "max", name="weights") * sign
         dtypes = [keras.backend.standardize_dtype(v.dtype) for v in counters]
         assign(counters, [value.astype(dtype) for value, dtype in zip(agreed, dtypes, strict=True)])
 
-    def parts(self, number: int) -> list[Replica]:
-        """Return this replica alone: an exchange takes as long in parts."""
+    def parts(self, number: int) -> list[WeightAccess]:
+        """Return this one alone: an exchange takes as long in parts."""
         return [self]
 
     def identities(self) -> list[int]:

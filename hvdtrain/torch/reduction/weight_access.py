@@ -26,8 +26,8 @@ Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by 
 _SCALE = ("scale", "_growth_tracker")  # of a GradScaler's state
 
 
-class Replica:
-    """See `hvdtrain.adapter.Replica`. Weights in half precision are averaged in float32."""
+class WeightAccess:
+    """See `hvdtrain.adapter.WeightAccess`. Weights in half precision are averaged in float32."""
 
     def __init__(self, optimizers: Optimizers, world: World, only: Sequence[Parameter] | None = None) -> None:
         self._optimizers, self._world, self._only = optimizers, world, only
@@ -39,7 +39,7 @@ class Replica:
         has_state = np.array([bool(optimizer.state.get(p)) for optimizer, p in parameters], np.float64)
         scales = [-scaler.state_dict()[name] for scaler in scalers for name in _SCALE]
         mine = np.array([*has_state, *-has_state, *scales], np.float64)
-        found = self._world.allreduce(mine, "max", name="replica")
+        found = self._world.allreduce(mine, "max", name="weights")
         anywhere, nowhere_missing = found[: len(parameters)], -found[len(parameters) : 2 * len(parameters)]
         self._add_missing(parameters, np.flatnonzero(anywhere != nowhere_missing).tolist())
         agreed = iter(found[2 * len(parameters) :].tolist())
@@ -53,7 +53,7 @@ class Replica:
         if not lacking:
             return
         mine = {str(i): _described(*parameters[i]) for i in lacking if parameters[i][0].state.get(parameters[i][1])}
-        everyones = self._world.allgather_object(mine, name="replica.entries")
+        everyones = self._world.allgather_object(mine, name="access.entries")
         known = {number: entries for each in reversed(everyones) for number, entries in each.items()}
         for number in (i for i in lacking if str(i) not in mine):
             optimizer, parameter = parameters[number]
@@ -64,20 +64,20 @@ class Replica:
         if not counters:
             return
         mine = np.array([float(state[name]) for state, name in counters])
-        largest = self._world.allreduce(mine, "max", name="replica.counters").tolist()
+        largest = self._world.allreduce(mine, "max", name="access.counters").tolist()
         for (state, name), value in zip(counters, largest, strict=True):
             if isinstance(state[name], Tensor):
                 state[name].fill_(value)
             else:
                 state[name] = type(state[name])(value)
 
-    def parts(self, number: int) -> list[adapter.Replica]:
+    def parts(self, number: int) -> list[adapter.WeightAccess]:
         """Return replicas of parts of the weights, in their order."""
         parameters = self._parameters()
         ends = np.cumsum([p.numel() for p in parameters])
         places = np.minimum((ends - 1) * number // ends[-1], number - 1).tolist()
         members = [[p for p, place in zip(parameters, places, strict=True) if place == part] for part in range(number)]
-        return [Replica(self._optimizers, self._world, only) for only in members]
+        return [WeightAccess(self._optimizers, self._world, only) for only in members]
 
     def identities(self) -> list[int]:
         """Return which weights these are."""

@@ -16,7 +16,7 @@ from hvdtrain.torch.ops.wire import as_real
 _SIGN = torch.iinfo(torch.int64).min
 
 
-def settle(buffers: Sequence[tuple[str, Tensor]], world: World) -> None:
+def average_buffers(buffers: Sequence[tuple[str, Tensor]], world: World) -> None:
     """Average floats and complex numbers over ranks; integers become the largest, flags true if one is. A collective.
 
     A buffer that is equal on all ranks, such as a mask or a table, stays as it is, bit for bit.
@@ -34,11 +34,11 @@ def settle(buffers: Sequence[tuple[str, Tensor]], world: World) -> None:
     means = [as_real(buffer) for _, buffer in differing if dtypes.rule(buffer) == "mean"]
     if means:
         flat = torch.cat([each.to(torch.float64).reshape(-1).cpu() for each in means])
-        _store(torch.from_numpy(world.allreduce(flat.numpy(), "mean", name="settle")), means)
+        _store(torch.from_numpy(world.allreduce(flat.numpy(), "mean", name="average_buffers")), means)
     integers = [buffer for _, buffer in differing if dtypes.rule(buffer) == "max"]
     if integers:
         flat = torch.cat([_in_order(each).reshape(-1).cpu() for each in integers])
-        _store(torch.from_numpy(world.allreduce(flat.numpy(), "max", name="settle")), integers)
+        _store(torch.from_numpy(world.allreduce(flat.numpy(), "max", name="average_buffers")), integers)
 
 
 def _differing(buffers: Sequence[tuple[str, Tensor]], world: World) -> list[tuple[str, Tensor]]:
@@ -46,7 +46,7 @@ def _differing(buffers: Sequence[tuple[str, Tensor]], world: World) -> list[tupl
     if not buffers:
         return []
     arrays = (dtypes.to_array(buffer) for _, buffer in buffers)
-    same = checksums.equal_on_ranks(arrays, world=world, name="settle.hashes")
+    same = checksums.equal_on_ranks(arrays, world=world, name="average_buffers.hashes")
     return [each for each, is_same in zip(buffers, same, strict=True) if not is_same]
 
 

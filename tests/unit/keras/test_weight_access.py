@@ -9,7 +9,7 @@ keras = pytest.importorskip("keras")
 
 import hvdtrain  # noqa: E402
 from hvdtrain.distributed.world import SoloWorld  # noqa: E402
-from hvdtrain.keras.replica import Replica  # noqa: E402
+from hvdtrain.keras.weight_access import WeightAccess  # noqa: E402
 
 
 def compiled(**options):
@@ -21,9 +21,9 @@ def compiled(**options):
 
 def test_moments_are_what_has_a_value_for_each_weight():
     model = compiled(use_ema=True, gradient_accumulation_steps=2)
-    replica = Replica(model, SoloWorld())
-    assert [each.shape for each in replica.weights()] == [(6,)]
-    assert [each.shape for each in replica.moments()] == [(3 * 6,)]  # two of Adam and the moving average
+    access = WeightAccess(model, SoloWorld())
+    assert [each.shape for each in access.weights()] == [(6,)]
+    assert [each.shape for each in access.moments()] == [(3 * 6,)]  # two of Adam and the moving average
 
 
 class Scaled(keras.layers.Layer):
@@ -41,17 +41,17 @@ def test_the_momentum_of_a_scalar_weight_is_a_moment_and_a_loss_scale_is_none():
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.9))
     model.compile(optimizer=optimizer, loss="mse")
     optimizer.build(model.trainable_variables)
-    assert [each.shape for each in Replica(model, SoloWorld()).moments()] == [(1,)]
+    assert [each.shape for each in WeightAccess(model, SoloWorld()).moments()] == [(1,)]
 
 
 def test_what_is_set_is_read():
     model = compiled()
-    replica = Replica(model, SoloWorld())
+    access = WeightAccess(model, SoloWorld())
     weights, moments = np.arange(6, dtype=np.float32), np.arange(12, dtype=np.float32)
-    replica.set_weights([weights])
-    replica.set_moments([moments])
-    np.testing.assert_array_equal(replica.weights()[0], weights)
-    np.testing.assert_array_equal(replica.moments()[0], moments)
+    access.set_weights([weights])
+    access.set_moments([moments])
+    np.testing.assert_array_equal(access.weights()[0], weights)
+    np.testing.assert_array_equal(access.moments()[0], moments)
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(model.layers[0].kernel), weights.reshape(2, 3))
 
 
@@ -66,7 +66,7 @@ def test_counters_become_the_largest_and_loss_scales_the_smallest():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
     model.compile(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=64.0), loss="mse")
     model.optimizer.build(model.trainable_variables)
-    Replica(model, Higher()).agree()
+    WeightAccess(model, Higher()).agree()
     assert int(model.optimizer.inner_optimizer.iterations) == 5
     assert float(model.optimizer.dynamic_scale) == 59.0
 
