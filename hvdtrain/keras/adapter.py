@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -21,7 +22,8 @@ from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
-from hvdtrain.keras import trained, training_state
+from hvdtrain.keras import delayed, trained, training_state
+from hvdtrain.keras.exchange import ALONE, EVERY_STEP
 from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
 from hvdtrain.keras.masks import MaskedSteps
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
@@ -48,9 +50,9 @@ def make_adapter(
             "micro_batch is for torch: Keras's train_step computes a batch at once, and cannot be repeated. Use a "
             f"smaller batch_size, and accumulate. Received: micro_batch={options.micro_batch!r}"
         )
-    for needs in options.needs:
-        needs.check(_refusals(model))
     plain = _plain_optimizer(model, optimizer, loss, metrics)
+    for needs in options.needs:
+        needs.check([*_refusals(model), *delayed.refusals(model, plain, options)])
     layers = model._flatten_layers(include_self=True)
     _refuse_synchronized(layers, world)
     if options.precision != "fp32":  # variables stay float32
@@ -83,7 +85,6 @@ def _refusals(model: keras.Model) -> Iterator[Refusal]:
     """Yield what Keras cannot do, and what this model cannot."""
     kind = "a Keras model"
     yield Refusal(("open steps",), kind, "its compiled step computes a batch and applies the gradient; use balance")
-    yield Refusal(("delay",), kind, "its compiled step applies the gradient that it computes; use sync=None")
     yield Refusal(("host steps",), kind, "its compiled step reduces over all ranks or none; leave out `within`")
     reason = "an exchange passes through the host, and a step would wait for it; leave out fragments and overlap"
     yield Refusal(("weights in flight",), kind, reason)
@@ -163,6 +164,7 @@ class KerasAdapter:
         self._checked = world.size == 1 and not launch_environment.is_elastic()
         # Those that reduce. Beside others, compile()'s is often but Keras's default: it comes last.
         self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
+        self._delayed: delayed.Delayed | None = None
         weigh_losses_by_samples(model)
         if self._weighted:
             self._set_batch_weight(1.0)  # before anything is compiled
@@ -238,6 +240,8 @@ class KerasAdapter:
             self._model.train_function = None  # it may have been compiled for other ranks
         if self._model.built:
             self._broadcast()
+        if self._delayed is not None:
+            self._delayed.start()
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take the step: `accumulate` passes through Keras's train step, the last of which reduces and updates."""
@@ -268,11 +272,13 @@ class KerasAdapter:
             self.fault = self._snapshot.fault(counted=any(batch.local_count for batch in batches))
             if self.fault is not None:
                 undo()
+        if self._delayed is not None:
+            self._delayed.end_step()
 
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce the next steps' gradients over all ranks or none."""
         self._alone = ranks == "none"
-        changed = [part.reduce(alone=self._alone) for part in self._parts]
+        changed = [part.use(ALONE if self._alone else EVERY_STEP) for part in self._parts]
         if any(changed):
             self._model.train_function = None
 
@@ -330,8 +336,10 @@ class KerasAdapter:
         raise NotImplementedError
 
     def delay(self, between_exchanges: Callable[[], None]) -> None:
-        """Raise NotImplementedError: see `_refusals`."""
-        raise NotImplementedError
+        """Apply each step's gradient in the step after it."""
+        [part] = self._parts
+        self._delayed = delayed.Delayed(self._model, self._world, between_exchanges)
+        part.use(self._delayed)
 
     def abandon(self) -> None:
         """Do nothing: no exchange is in flight between steps."""
@@ -340,6 +348,8 @@ class KerasAdapter:
         """Replace the weights by their moving averages if the optimizer keeps any (use_ema), as Keras's fit does."""
         if self._weighted:
             self._set_batch_weight(1.0)  # for a loop of the user's own that follows
+        if self._delayed is not None:
+            self._delayed.flush()
         if self._model.optimizer.built:
             self._model.optimizer.finalize_variable_values(self._model.trainable_weights)
 
@@ -353,7 +363,11 @@ class KerasAdapter:
 
     def state(self) -> State:
         """Return weights and optimizer state, as arrays that the next step may change."""
-        return training_state.capture(self._model)
+        state = training_state.capture(self._model)
+        if self._delayed is None:
+            return state
+        arrays, meta = self._delayed.state()
+        return replace(state, arrays=state.arrays | arrays, meta=state.meta | meta, pending=frozenset(arrays))
 
     def load_state(self, state: State) -> None:
         """Load a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
@@ -361,6 +375,8 @@ class KerasAdapter:
         if changed := self._restored.changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             self.notes.append(f"trainable is as in the checkpoint: changed for {changed[0]}{more}")
+        if self._delayed is not None:
+            self._delayed.load(state.arrays, state.meta)
 
     def _begin(self, batch: Batch) -> None:
         """At the first batch of an epoch or evaluation, build the metrics that batches build, and reset all."""

@@ -16,6 +16,7 @@ import keras
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras.backends import backend_module
+from hvdtrain.keras.exchange import EVERY_STEP, Exchange
 from hvdtrain.keras.reduction import GradientReduction, identity
 from hvdtrain.keras.variables import agree, path, without_counters
 
@@ -35,8 +36,8 @@ class _StepState:
     has_gradients: bool = False  # whether any have come; those of a step that loss scaling skips come no further
     reached: int = 0  # how far the current step has come: 1 at accumulation, 2 at clipping
     report: Callable[..., None] | None = None  # of skipped updates; None if gradients are not checked
-    finite: Any = None  # with `report`: whether the current step may change weights
-    alone: bool = False  # whether this rank steps alone, without a reduction
+    may_change: Any = None  # a boolean scalar: False if the current step leaves weights as they are; None: it does not
+    exchange: Exchange = EVERY_STEP
 
 
 class DistributedMixin(keras.optimizers.Optimizer):
@@ -49,13 +50,23 @@ class DistributedMixin(keras.optimizers.Optimizer):
         # Not through Keras's and TensorFlow's __setattr__, which would track it.
         return self.__dict__.setdefault("_hvdtrain_state", _StepState())  # type: ignore[no-any-return]
 
-    def reduce(self, *, alone: bool) -> bool:
-        """Reduce gradients from the next step on, or do not; return whether a compiled step must be compiled again."""
+    def use(self, exchange: Exchange) -> bool:
+        """Exchange gradients in this way from the next step on; return True if a step must be compiled again."""
         state = self._hvd_state
-        if alone and state.number is None and self._hvd_how.active():
+        if not exchange.reduces and state.number is None and self._hvd_how.active():
             self.agree_on_model()  # before a step, which loss scaling may end early on one rank alone
-        changes, state.alone = state.alone != alone, alone
+        changes, state.exchange = state.exchange is not exchange, exchange
         return changes and keras.backend.backend() != "torch"
+
+    @property
+    def reduction(self) -> GradientReduction:
+        """The options of the reduction."""
+        return self._hvd_how
+
+    @property
+    def step_variables(self) -> list[Any]:
+        """The variables of the current or last step; none before the first."""
+        return self._hvd_state.variables
 
     @property
     def batch_weight(self) -> Any:
@@ -102,7 +113,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
     @_backend.untraced
     def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> Any:
         state = self._hvd_state
-        if state.number is None and self._hvd_how.active() and not state.alone:
+        if state.number is None and self._hvd_how.active() and state.exchange.reduces:
             self.agree_on_model()
         state.reached, state.has_gradients = 1, True
         state.variables = list(trainable_variables)
@@ -112,31 +123,28 @@ class DistributedMixin(keras.optimizers.Optimizer):
 
     @_backend.untraced
     def _clip_gradients(self, grads: list[Any]) -> Any:
-        state, how = self._hvd_state, self._hvd_how
+        state = self._hvd_state
         state.reached = 2
         own = None if state.report is None else _backend.non_finite_flags(grads)
-        if how.active() and not state.alone:
-            grads = _backend.on_update_step(self, self._reduce, grads)
-        elif how.factor != 1.0:
-            grads = [g * how.factor for g in grads]
+        grads, state.may_change = state.exchange.finish(self, grads)
         if state.report is not None:
             # Reduced gradients are equal on all ranks, so all ranks decide the same, unless they step alone.
-            state.finite = _backend.may_update(self, grads)
+            state.may_change = _backend.may_update(self, grads)
             report = functools.partial(state.report, [path(v) for v in state.variables])
             # Flags are only made for a report: `may_update` has looked at each gradient once.
-            _backend.report_unless(state.finite, report, own, lambda: _backend.non_finite_flags(grads)())
+            _backend.report_unless(state.may_change, report, own, lambda: _backend.non_finite_flags(grads)())
         return super()._clip_gradients(grads)
 
     @_backend.untraced
     def _apply_weight_decay(self, variables: list[Any]) -> None:
-        if self._hvd_state.report is None:
+        if self._hvd_state.may_change is None:
             super()._apply_weight_decay(variables)
         # Else `_backend_update_step`, which Keras calls next, applies it, but only in a step that is not skipped.
 
     @_backend.untraced
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
         parent: Any = super()
-        if self._hvd_state.report is None:
+        if self._hvd_state.may_change is None:
             parent._backend_update_step(grads, trainable_variables, learning_rate)
             return
 
@@ -144,7 +152,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
             parent._apply_weight_decay(trainable_variables)
             parent._backend_update_step(grads, trainable_variables, learning_rate)
 
-        _backend.run_if(self._hvd_state.finite, update, self._skip)
+        _backend.run_if(self._hvd_state.may_change, update, self._skip)
 
     @_backend.untraced
     def _skip(self) -> None:
@@ -156,7 +164,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Return updated variables, as JAX needs; see keras.optimizers.Optimizer.stateless_apply."""
         new_weights, new_state = super().stateless_apply(optimizer_variables, grads, trainable_variables)
-        if self._hvd_state.report is None or keras.backend.backend() != "jax":
+        if self._hvd_state.may_change is None or keras.backend.backend() != "jax":
             return new_weights, new_state
         # Under loss scaling, the old values arrive as Keras variables.
         weights = [keras.ops.convert_to_tensor(v) for v in trainable_variables]
@@ -167,7 +175,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
                 state[index] = new_state[index] - self._passes
             elif id(variable) in cleared:
                 state[index] = new_state[index]
-        where = functools.partial(keras.ops.where, self._hvd_state.finite)
+        where = functools.partial(keras.ops.where, self._hvd_state.may_change)
         return list(map(where, new_weights, weights)), list(map(where, new_state, state))
 
     @property
@@ -207,7 +215,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         state.has_gradients = True
         if state.weight is not None:
             finite = keras.ops.logical_or(finite, state.weight.read() == 0.0)
-        if how.active() and not state.alone:
+        if how.active() and state.exchange.reduces:
             if state.number is None:
                 self.agree_on_model()
             finite = _backend.true_on_all_ranks(finite, f"{self._prefix}.finite", how)
@@ -234,7 +242,13 @@ class DistributedMixin(keras.optimizers.Optimizer):
     def _prefix(self) -> str:
         return f"{self._hvd_how.name or f'Distributed{type(self).__name__}'}.{self._hvd_state.number}"
 
-    def _reduce(self, grads: list[Any]) -> list[Any]:
+    def names(self, variables: Sequence[Any]) -> list[str]:
+        """Return the names of the reductions of these variables' gradients, equal on all ranks."""
+        index = self._get_variable_index
+        return [f"{self._prefix}.{index(v)}.{without_counters(path(v))}" for v in variables]
+
+    def reduce(self, grads: list[Any]) -> list[Any]:
+        """Return the gradients of `step_variables`, reduced over ranks but for those of local variables."""
         how, variables = self._hvd_how, self._hvd_state.variables
         local = {identity(v) for v in how.local_variables}
         factor = how.factor / (how.size() if local and how.scale_local_gradients else 1)
@@ -242,9 +256,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         shared = [i for i, v in enumerate(variables) if identity(v) not in local]
         if shared:
             chosen = [variables[i] for i in shared]
-            index = self._get_variable_index
-            names = [f"{self._prefix}.{index(v)}.{without_counters(path(v))}" for v in chosen]
-            results = _backend.reduce_gradients([grads[i] for i in shared], names, chosen, how)
+            results = _backend.reduce_gradients([grads[i] for i in shared], self.names(chosen), chosen, how)
             for i, result in zip(shared, results, strict=True):
                 reduced[i] = result
         return reduced

@@ -154,6 +154,12 @@ def _variables(model: keras.Model) -> dict[str, Any]:
     }
 
 
+def weights_by_name(model: keras.Model) -> dict[str, Any]:
+    """Return the model's weights, by the names of `State.arrays` without "model."."""
+    found = ((name.removeprefix("model."), v) for name, v in _variables(model).items() if _is_weight(name))
+    return dict(found)
+
+
 def rank_state(model: keras.Model, *, metrics: bool) -> Arrays:
     """Return what only this rank holds, named as in `distributed.rank_state`; with `metrics`, the running ones too."""
     variables = {**_seeds_and_statistics(model), **(_metrics(model) if metrics else {})}

@@ -23,8 +23,9 @@ class Delayed(Strategy):
     delays its gradients too, and N ranks train the weights that it would train. A delayed gradient can need a smaller
     learning rate, or less momentum.
 
-    For torch, and for dense gradients. A parameter without a gradient is sent as zeros. With `nan_policy`, ranks learn
-    of a non-finite gradient one step later; "skip" leaves that gradient out.
+    Gradients are sent dense. torch refuses sparse gradients; it sends a parameter without a gradient as zeros. With
+    `nan_policy`, ranks learn of a non-finite gradient one step later; "skip" leaves that gradient out. Keras refuses
+    `nan_policy`, loss scaling and several optimizers.
     """
 
     @property

@@ -76,9 +76,9 @@ class Trainer:
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: "none", "fp16" or "bf16": the type in which gradients are sent.
-        sync: when ranks synchronize: None in every step; `hvdtrain.Delayed` in every step, but one step late, for
-            PyTorch; `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks, every so many. Checkpoints,
-            validation and stops that are due between two synchronizations come after the next one.
+        sync: when ranks synchronize: None in every step; `hvdtrain.Delayed` in every step, but one step late;
+            `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks, every so many. Checkpoints, validation and
+            stops that are due between two synchronizations come after the next one.
         cutoff: for torch, with `accumulate`: a share of the ranks, in (0, 1]. Soon after so many ranks have computed
             all their batches of a step, it closes, and the others send what they have. Batches that were cut off are
             computed in later steps of the epoch. Or `History.cutoffs` of an earlier run, whose steps are repeated on

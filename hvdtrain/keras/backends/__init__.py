@@ -6,7 +6,7 @@ Every module here has the same functions, on lists of that backend's tensors:
                                                          on all of them, also in a graph that is traced again
     true_on_all_ranks(flag, name, how)                   a boolean scalar
     BatchWeight()                                        what gradients are multiplied by: `set`, `read`, `multiply`
-    on_update_step(optimizer, function, gradients)       function(gradients), but only where weights change
+    on_update_step(optimizer, function, otherwise, ...)  function(gradients), but only where weights change
     non_finite_flags(gradients)                          a function that returns one flag a gradient, as it is now
     may_update(optimizer, gradients)                     a boolean scalar: false if weights would become non-finite
     report_unless(finite, function, *flags)              function(arrays) on the host, unless finite
@@ -62,7 +62,7 @@ def fused_update(optimizer: Any, step: Any, gradient: Any, variable: Any, learni
     return False
 
 
-def on_update_step(optimizer: Any, function: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> list[Any]:
+def on_update_step(optimizer: Any, function: Callable[..., Any], otherwise: Any, gradients: list[Any]) -> Any:
     """Return `function(gradients)`: Keras clips gradients in the branch that updates weights, and in no other."""
     return function(gradients)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +30,14 @@ class BatchWeight(HostWeight):
         return io_callback(lambda: np.float32(self.value), jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
 
 
-def on_update_step(optimizer: Any, function: Callable[[list[Tensor]], list[Tensor]], gradients: list[Tensor]) -> Any:
-    """Return `function(gradients)` on steps that update weights: Keras computes the others too, and discards them."""
+def on_update_step(
+    optimizer: Any, function: Callable[..., Any], otherwise: Callable[..., Any], gradients: list[Tensor]
+) -> Any:
+    """Return `function(gradients)` on steps that update weights, else `otherwise(gradients)`, which Keras discards."""
     steps = optimizer.gradient_accumulation_steps
     if not steps:
         return function(gradients)
-    return jax.lax.cond(_is_update_step(optimizer, steps), function, list, list(gradients))
+    return jax.lax.cond(_is_update_step(optimizer, steps), function, otherwise, list(gradients))
 
 
 def _is_update_step(optimizer: Any, steps: int) -> Tensor:
@@ -86,29 +89,47 @@ def reduce_gradients(
     """Return `gradients` reduced over ranks."""
     wires = [how.compression.compress(g)[0] for g in gradients]
     shapes = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in wires]
-    buckets = how.buckets(variables) or small_together([w.nbytes for w in wires])
-    buckets = by_dtype(buckets, [w.dtype.name for w in wires])
     # The callback holds no traced value but its arguments: JAX may run it long after this trace is gone.
-    on_host = functools.partial(_reduce_on_host, list(names), buckets, how)
+    on_host = functools.partial(_reduce_on_host, list(names), buckets_of(wires, variables, how), how)
     results = io_callback(on_host, shapes, *wires, ordered=True)
     return [r.astype(g.dtype) for r, g in zip(results, gradients, strict=True)]
 
 
+def buckets_of(wires: Sequence[Tensor], variables: Sequence[Any], how: GradientReduction) -> list[list[int]]:
+    """Return positions of tensors that are sent together."""
+    buckets = how.buckets(variables) or small_together([w.nbytes for w in wires])
+    return by_dtype(buckets, [w.dtype.name for w in wires])
+
+
 @recorder.waiting()
 def _reduce_on_host(names: list[str], buckets: list[list[int]], how: GradientReduction, *wires: Any) -> list[Any]:
-    arrays = [np.asarray(w) for w in wires]
+    # One bucket is in flight while the next one is copied.
+    return start(names, buckets, how, shapes=[w.shape for w in wires], flat=flat_arrays(buckets, wires))()
+
+
+def flat_arrays(buckets: list[list[int]], wires: Sequence[Any]) -> Iterator[Any]:
+    """Yield a copy of each bucket's arrays, flat: JAX's are read-only and belong to the step."""
+    return (np.concatenate([np.asarray(wires[i]).reshape(-1) for i in bucket]) for bucket in buckets)
+
+
+def start(
+    names: list[str], buckets: list[list[int]], how: GradientReduction, *, shapes: list[Any], flat: Iterable[Any]
+) -> Callable[[], list[Any]]:
+    """Start to reduce the arrays of `flat_arrays`, in place; return a function that waits for the gradients."""
     pending: list[Callable[[], Any]] = []
-    for bucket in buckets:
-        # JAX's arrays are read-only: this copy is sent in place, and its parts are the results.
-        flat = np.concatenate([arrays[i].reshape(-1) for i in bucket])
-        reduce = _reduce_bf16 if flat.dtype == ml_dtypes.bfloat16 else _allreduce
-        pending.append(reduce(flat, f"{names[bucket[0]]}.{flat.dtype}", how))
-    outputs: list[Any] = list(arrays)
-    for bucket, wait in zip(buckets, pending, strict=True):
-        parts = np.split(wait(), np.cumsum([arrays[i].size for i in bucket])[:-1])
-        for i, part in zip(bucket, parts, strict=True):
-            outputs[i] = part.reshape(arrays[i].shape)
-    return outputs
+    for bucket, array in zip(buckets, flat, strict=True):
+        reduce = _reduce_bf16 if array.dtype == ml_dtypes.bfloat16 else _allreduce
+        pending.append(reduce(array, f"{names[bucket[0]]}.{array.dtype}", how))
+
+    def wait() -> list[Any]:
+        outputs: list[Any] = [None] * len(shapes)
+        for bucket, result in zip(buckets, pending, strict=True):
+            parts = np.split(result(), np.cumsum([math.prod(shapes[i]) for i in bucket])[:-1])
+            for i, part in zip(bucket, parts, strict=True):
+                outputs[i] = part.reshape(shapes[i])
+        return outputs
+
+    return wait
 
 
 def _allreduce(flat: Any, name: str, how: GradientReduction) -> Callable[[], Any]:

@@ -148,13 +148,20 @@ def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> Any:
     """Return `gradients` reduced over ranks, tensors as tensors, IndexedSlices as IndexedSlices; record the wait."""
-    return watched(lambda: _reduce(gradients, names, variables, how), gradients, lambda: tuple(names))
+    return watched(lambda: reduce_unwatched(gradients, names, variables, how), gradients, lambda: tuple(names))
 
 
 def watched(
-    collective: Callable[[], list[Any]], inputs: Sequence[Tensor], names: Callable[[], tuple[str, ...]]
+    collective: Callable[[], list[Any]],
+    inputs: Sequence[Tensor],
+    names: Callable[[], tuple[str, ...]],
+    *,
+    beside: Sequence[Tensor] = (),
 ) -> list[Any]:
-    """Return what `collective` makes of `inputs`; record the wait for it, and let the watchdog see it in graphs."""
+    """Return what `collective` makes of `inputs`; record the wait for it, and let the watchdog see it in graphs.
+
+    What is computed meanwhile, up to the tensors `beside`, is no wait.
+    """
     _refuse_compiler()
     if tf.executing_eagerly():  # a thread that waits there can be seen from outside
         with recorder.waiting():
@@ -166,32 +173,40 @@ def watched(
     # Begun once the first gradient is there: backward makes the last layer's first.
     with tf.control_dependencies(inputs[-1:]):
         counted = began.assign_add(1, read_value=False)
-    with tf.control_dependencies(inputs):
+    with tf.control_dependencies([*inputs, *beside]):
         ready = tf.timestamp()
     results = collective()
-    with tf.control_dependencies([counted, ready, *_values(results)]):
+    with tf.control_dependencies([counted, *_values(results)]):
         ended.assign(began.read_value(), read_value=False)
-        seconds.assign_add(tf.timestamp() - ready, read_value=False)
+        with tf.control_dependencies([ready]):
+            seconds.assign_add(tf.timestamp() - ready, read_value=False)
     return results
 
 
 @functools.cache
 def _marks(names: tuple[str, ...]) -> tuple[Any, Any, Any]:
     """Return the variables of the reduction of these names: two counters for the watchdog, seconds for the recorder."""
-    # The class itself: tf.Variable asks the tf.function that is traced, which refuses it when it is traced again.
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
-
-    with tf.init_scope(), tf.device("/CPU:0"):
-        began, ended = (ResourceVariable(0, dtype=tf.int64, trainable=False) for _ in range(2))
-        seconds = ResourceVariable(0.0, dtype=tf.float64, trainable=False)
+    with tf.device("/CPU:0"):
+        began, ended = (untracked(0, tf.int64) for _ in range(2))
+        seconds = untracked(0.0, tf.float64)
     waits.note_graph(names, lambda: (int(began.numpy()), int(ended.numpy())))
     recorder.note_graph(lambda: float(seconds.numpy()))
     return began, ended, seconds
 
 
-def _reduce(
+def untracked(value: Any, dtype: Any) -> Any:
+    """Return a new variable, also while a graph is traced."""
+    # The class itself: tf.Variable asks the tf.function that is traced, which refuses it when it is traced again.
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    with tf.init_scope():
+        return ResourceVariable(value, dtype=dtype, trainable=False)
+
+
+def reduce_unwatched(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
+    """Return what `reduce_gradients` does, without a record of the wait."""
     reduced = [tf.convert_to_tensor(g) if how.sparse_as_dense else g for g in gradients]
     dense = [i for i, g in enumerate(reduced) if not isinstance(g, tf.IndexedSlices)]
     for i, gradient in enumerate(reduced):

@@ -85,12 +85,30 @@ def true_on_all_ranks(flag: Any, name: str, how: GradientReduction) -> Tensor:
     return least.to(torch.bool).reshape(()).to(flag.device)
 
 
-@torch.no_grad()
 @recorder.waiting()
 def reduce_gradients(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
     """Return `gradients` reduced over ranks, those that are a variable's own `.grad` in place."""
+    # A variable's own .grad may change, as it does in hvdtrain.torch; a tensor of the caller's may not.
+    return start(gradients, names, variables, how, may_change=is_own)()
+
+
+def is_own(gradient: Tensor, variable: Any) -> bool:
+    """Return whether a gradient is the variable's own `.grad`."""
+    return gradient is getattr(variable, "value", variable).grad
+
+
+@torch.no_grad()
+def start(
+    gradients: Sequence[Tensor],
+    names: Sequence[str],
+    variables: Sequence[Any],
+    how: GradientReduction,
+    *,
+    may_change: Callable[[Tensor, Any], bool],
+) -> Callable[[], list[Tensor]]:
+    """Start to reduce gradients over ranks, in place where they `may_change`; return a function that waits for them."""
     _refuse_compiler()
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
@@ -100,8 +118,7 @@ def reduce_gradients(
 
         process_set = how.process_set or hvd.global_process_set
         in_all = Reduction(hvd.Sum, postscale_factor=how.sum_factor, process_set=process_set)
-        reduced: list[Tensor] = Compression.bf16.exchange(gradients, in_all, names[0]).wait()
-        return reduced
+        return Compression.bf16.exchange(gradients, in_all, names[0]).wait
     wires = [how.compression.compress(g)[0].contiguous() for g in gradients]
     common: dict[str, Any] = {"op": how.op, **how.scales, **in_set(how.process_set)}
     groups = how.buckets(variables)
@@ -115,23 +132,27 @@ def reduce_gradients(
             flat = torch.cat([wires[i].reshape(-1) for i in bucket])
             handle = hvd.allreduce_async_(flat, name=f"{names[first]}.and_{others}_more", **common)
         else:
-            # A variable's own .grad may change, as it does in hvdtrain.torch; a tensor of the caller's may not.
-            own = getattr(variables[first], "value", variables[first]).grad
-            in_place = wires[first] is not gradients[first] or wires[first] is own
+            in_place = wires[first] is not gradients[first] or may_change(wires[first], variables[first])
             send = hvd.allreduce_async_ if in_place else hvd.allreduce_async
             handle = send(wires[first], name=names[first], **common)
         handles.append(handle)
-    outputs: list[Tensor] = list(gradients)
-    for bucket, handle in zip(buckets, handles, strict=True):
-        result = hvd.synchronize(handle)
-        if groups is None:
-            result = result.reshape(-1).split([wires[i].numel() for i in bucket])
-        elif len(bucket) == 1:
-            result = [result]
-        for i, part in zip(bucket, result, strict=True):
-            outputs[i] = part.reshape(gradients[i].shape).to(gradients[i].dtype)
-    if tuning.gpu_async() and any(g.is_cuda for g in gradients):  # no host waits: see hvdtrain.torch.reduction.reducer
-        behind = torch.cuda.Event()
-        behind.record()
-        watchdog.note_device(behind.query)
-    return outputs
+
+    @torch.no_grad()
+    def wait() -> list[Tensor]:
+        outputs: list[Tensor] = list(gradients)
+        for bucket, handle in zip(buckets, handles, strict=True):
+            result = hvd.synchronize(handle)
+            if groups is None:
+                result = result.reshape(-1).split([wires[i].numel() for i in bucket])
+            elif len(bucket) == 1:
+                result = [result]
+            for i, part in zip(bucket, result, strict=True):
+                outputs[i] = part.reshape(gradients[i].shape).to(gradients[i].dtype)
+        # No host waits: see hvdtrain.torch.reduction.reducer.
+        if tuning.gpu_async() and any(g.is_cuda for g in gradients):
+            behind = torch.cuda.Event()
+            behind.record()
+            watchdog.note_device(behind.query)
+        return outputs
+
+    return wait

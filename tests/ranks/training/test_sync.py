@@ -26,10 +26,6 @@ def strategy_of(kit, name):
         with pytest.raises(ValueError, match=r"With sync=DiLoCo.*a Keras model: an exchange passes through the host"):
             kit.trainer(kit.model(), sync=STRATEGIES[name])
         pytest.skip("fragments and overlap are for torch")
-    if name == "Delayed" and kit.__name__ == "keras_kit":
-        with pytest.raises(ValueError, match=r"With sync=Delayed.*a Keras model: its compiled step applies the"):
-            kit.trainer(kit.model(), sync=STRATEGIES[name])
-        pytest.skip("Delayed is for torch")
     return STRATEGIES[name]
 
 
@@ -114,7 +110,13 @@ def test_what_is_due_between_synchronizations_follows_the_next_one(kit, world, s
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "strategy",
-    ["LocalSGD", "post-local", pytest.param("DiLoCo", marks=pytest.mark.every_backend), "streaming", "Delayed"],
+    [
+        "LocalSGD",
+        "post-local",
+        pytest.param("DiLoCo", marks=pytest.mark.every_backend),
+        "streaming",
+        pytest.param("Delayed", marks=pytest.mark.every_backend),
+    ],
 )
 def test_a_run_that_was_stopped_ends_as_if_it_never_was(kit, world, shared_tmp_path, monkeypatch, strategy):
     make, sync = kit.trainer, strategy_of(kit, strategy)

@@ -145,13 +145,6 @@ def test_sparse_gradients_are_refused_by_name():
         fit(net, (torch.from_numpy(x), torch.arange(8) % 3), optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-def test_a_keras_model_is_refused_with_the_reason():
-    keras = pytest.importorskip("keras")
-    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    with pytest.raises(ValueError, match=r"With sync=Delayed.*a Keras model: its compiled step applies"):
-        hvdtrain.Trainer(net, optimizer="sgd", loss="mse", sync=hvdtrain.Delayed())
-
-
 def test_it_comes_back_from_the_options_of_a_checkpoint():
     assert as_strategy(hvdtrain.Delayed().config) == hvdtrain.Delayed()
 

@@ -1,0 +1,51 @@
+"""The contract of an exchange: how this rank's gradients become the gradients that its optimizer applies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.keras.backends import backend_module
+
+_backend = backend_module()
+
+
+class Exchange:
+    """Makes of a step's gradients those that are applied. By default they are this rank's own."""
+
+    reduces = False  # True if a step has collectives, for which ranks agree on the model before the first one
+
+    def finish(self, part: Any, gradients: list[Any]) -> tuple[list[Any], Any]:
+        """Return the gradients to apply, and whether there are any: a boolean scalar, or None if there always are.
+
+        It is called where weights would change: after accumulation, before clipping. JAX calls it in other steps too,
+        whose result it drops. In a graph it is traced.
+
+        Args:
+            part: the `DistributedMixin`.
+            gradients: of its current `variables`.
+        """
+        factor = part.reduction.factor
+        return gradients if factor == 1.0 else [g * factor for g in gradients], None
+
+
+class EveryStep(Exchange):
+    """All ranks apply the mean of their gradients, in the step that has computed them."""
+
+    reduces = True
+
+    def finish(self, part: Any, gradients: list[Any]) -> tuple[list[Any], Any]:
+        """Return the mean over ranks."""
+        if not part.reduction.active():
+            return super().finish(part, gradients)
+        return _backend.on_update_step(part, part.reduce, list, gradients), None
+
+
+class Reduced(Exchange):
+    """The gradients are the mean already."""
+
+    def finish(self, part: Any, gradients: list[Any]) -> tuple[list[Any], Any]:
+        """Return the gradients."""
+        return gradients, None
+
+
+EVERY_STEP, ALONE, REDUCED = EveryStep(), Exchange(), Reduced()
