@@ -27,6 +27,7 @@ from hvdtrain.data.sources import (
 from hvdtrain.data.trees import are_arrays, collate, leaves
 from hvdtrain.data.workers import RepeatedSamples
 from hvdtrain.distributed import agreement, frameworks
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.world import SoloWorld, World
 from hvdtrain.errors import HvdTrainError
@@ -48,7 +49,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0, what: 
         sharding.check_batch_size(batch_size)
         batch_size = int(batch_size)
         try:
-            source = _read(data, batch_size=batch_size, world=world, seed=seed)
+            source = _read(data, batch_size=batch_size, ranks=DataRanks(world), seed=seed)
             if not isinstance(source, ArraySource):  # arrays hold none
                 given = data.data if isinstance(data, Sharded) else data
                 replays = source.generators.replays
@@ -63,9 +64,10 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0, what: 
     return source
 
 
-def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
+def _read(data: Any, *, batch_size: int, ranks: DataRanks, seed: int) -> Source:
     """Return the source; NoSamples if the data are empty. Ranks may differ."""
-    of_rank: dict[str, Any] = {"batch_size": batch_size, "world": world, "seed": seed}
+    of_rank: dict[str, Any] = {"batch_size": batch_size, "ranks": ranks, "seed": seed}
+    rank = ranks.world.rank
     # A framework's folder reads the framework's datasets.
     for framework in dict.fromkeys(base.__module__.partition(".")[0] for base in type(data).__mro__):
         if framework in frameworks.FOLDERS:
@@ -74,20 +76,20 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
                 return source
     several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
     if isinstance(data, Sharded):
-        return IteratedSource(_own_share(data.data, **of_rank), world=world, replays=True)
+        return IteratedSource(_own_share(data.data, **of_rank), ranks=ranks, replays=True)
     if several and all(part is None or are_arrays(part) for part in data):
         return ArraySource(list(data), **of_rank)
     if several and isinstance(data, tuple) and any(isinstance(part, list) or are_arrays(part) for part in data):
         kinds = ", ".join(type(part).__name__ for part in data)
         raise TypeError(
-            f"A tuple must hold arrays or tensors: (inputs, targets). Received: ({kinds}) on rank {world.rank}. "
+            f"A tuple must hold arrays or tensors: (inputs, targets). Received: ({kinds}) on rank {rank}. "
             "Pass arrays, (np.asarray(x), np.asarray(y)), or a list of samples, [*zip(x, y)]"
         )
     is_samples = isinstance(data, list) and all(isinstance(item, tuple | dict) for item in data)
     if are_arrays(data) and not is_samples:  # one array, or a dict of them
         return ArraySource(data, **of_rank)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        dataset = IndexedSource(len(data), partial(_fetch, data, rank=world.rank), **of_rank)
+        dataset = IndexedSource(len(data), partial(_fetch, data, rank=rank), **of_rank)
         read = partial(read_here, lambda row: leaves_of(data[row]))
         most = ROWS_OF_ARRAYS if isinstance(data, list | tuple) else SAMPLES
         dataset.contents = Contents(data, len(data), read, partial(subsets, data), most=most)
@@ -96,11 +98,11 @@ def _read(data: Any, *, batch_size: int, world: World, seed: int) -> Source:
         raise TypeError(
             "Data that can only be iterated must start again in each epoch: yield it in __iter__ of a "
             "torch.utils.data.IterableDataset, or use tf.data.Dataset.from_generator. If each rank yields its own "
-            f"part, pass hvdtrain.Sharded(dataset). Received: {type(data).__name__} on rank {world.rank}"
+            f"part, pass hvdtrain.Sharded(dataset). Received: {type(data).__name__} on rank {rank}"
         )
     raise TypeError(
         "data must be a tuple of arrays, a map-style dataset, a torch DataLoader, a tf.data.Dataset or a "
-        f"keras PyDataset. Received: {type(data).__name__} on rank {world.rank}"
+        f"keras PyDataset. Received: {type(data).__name__} on rank {rank}"
     )
 
 
@@ -120,10 +122,10 @@ def _fetch(data: Any, rows: NDArray[np.int64], *, rank: int) -> Any:
         ) from error
 
 
-def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
+def _own_share(data: Any, *, batch_size: int, seed: int, ranks: DataRanks) -> Start:
     """Return a function that iterates sharded data: a loader as it is, other data as on one process."""
     if hasattr(data, "dataset") and hasattr(data, "sampler"):  # a DataLoader, whose sampler knows its rank
-        repeated = RepeatedSamples(data, is_root=world.is_root)
+        repeated = RepeatedSamples(data, is_root=ranks.world.is_root)
 
         def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
             for part in (data.sampler, data.batch_sampler, data.dataset):
@@ -132,16 +134,16 @@ def _own_share(data: Any, *, batch_size: int, seed: int, world: World) -> Start:
             return repeated.watch(iter(data))
 
     else:
-        mine = _read(data, batch_size=batch_size, world=SoloWorld(), seed=seed)
+        mine = _read(data, batch_size=batch_size, ranks=DataRanks(SoloWorld()), seed=seed)
 
         def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
             return mine.epoch(epoch, shuffle=shuffle)
 
     def iterate(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
-        if after.batches and after.size != world.size:
+        if after.batches and after.size != ranks.size:
             raise HvdTrainError(
                 "Data that is each rank's own share cannot be divided again in the middle of an epoch. Received: a "
-                f"checkpoint of {count_ranks(after.size)}, taken in epoch {epoch}, on {count_ranks(world.size)}. "
+                f"checkpoint of {count_ranks(after.size)}, taken in epoch {epoch}, on {count_ranks(ranks.size)}. "
                 "Resume with as many ranks as before, or from a checkpoint of an epoch's end."
             )
         items = whole(epoch, shuffle)

@@ -39,7 +39,7 @@ from hvdtrain.data.trees import (
     tree_map,
     unpack,
 )
-from hvdtrain.distributed.world import World
+from hvdtrain.distributed.data_ranks import DataRanks
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,11 @@ class IndexedSource:
     shares: Sequence[int] | None = None
     contents: Contents | None = None
 
-    def __init__(self, num_samples: int, fetch: Fetch, *, batch_size: int, world: World, seed: int) -> None:
+    def __init__(self, num_samples: int, fetch: Fetch, *, batch_size: int, ranks: DataRanks, seed: int) -> None:
         if num_samples == 0:
             raise NoSamples("a dataset of length 0")
         self._num_samples, self._fetch, self._seed = num_samples, fetch, seed
-        self._of_rank: dict[str, Any] = {"batch_size": batch_size, "rank": world.rank, "size": world.size}
+        self._of_rank: dict[str, Any] = {"batch_size": batch_size, "rank": ranks.rank, "size": ranks.size}
         self._newest: tuple[int, Plan] | None = None  # the epoch, in equal parts, that `batch` has read last
         self.generators = Generators({})
         self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size, "seed": seed}
@@ -210,12 +210,12 @@ class ArraySource(IndexedSource):
         if others:
             named = zip(("inputs", "targets", "sample_weight"), unpack(item), strict=True)
             lengths = {name: num_rows(part) for name, part in named if part is not None}
-            rank = options["world"].rank
+            rank = options["ranks"].world.rank
             raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {rank}")
         # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
         columns = tree_map(as_array, item)
         for leaf in leaves(columns):
-            check_objects(leaf, options["world"].rank)
+            check_objects(leaf, options["ranks"].world.rank)
         super().__init__(num_samples, lambda rows: take(columns, rows), **options)
         # They differ if each rank passes its own part of the data, which would be sharded again.
         ends = [0, num_samples - 1]
@@ -248,13 +248,13 @@ class IteratedSource:
         self,
         start: Start,
         *,
-        world: World,
+        ranks: DataRanks,
         steps: int | None = None,
         filler: Callable[[int], Any] | None = None,
         replays: bool = False,
     ) -> None:
         self._start = start
-        self._world = world
+        self._ranks = ranks
         self._filler = filler
         self.generators = Generators({}, replays=replays)
         self.steps = steps
@@ -276,13 +276,13 @@ class IteratedSource:
             item = next(batches, None)
             # An empty batch counts: only None says that there are no more.
             batch = as_batch(item) if item is not None else replace(batch, local_count=0)
-            counts = np.zeros(self._world.size + 1, np.int64)  # samples of each rank; whether any rank has more
-            counts[self._world.rank], counts[-1] = batch.local_count, item is not None
-            *of_ranks, going_on = self._world.allreduce(counts, name="samples_in_step").tolist()
+            counts = np.zeros(self._ranks.size + 1, np.int64)  # samples of each rank; whether any rank has more
+            counts[self._ranks.rank], counts[-1] = batch.local_count, item is not None
+            *of_ranks, going_on = self._ranks.allreduce(counts, name="samples_in_step").tolist()
             samples = sum(of_ranks)
             if not going_on:
                 return
-            done += self._world.size
+            done += self._ranks.size
             if samples:
                 if batch.inputs is None and self._filler is not None:
                     rows = max(1, after.samples // max(1, after.batches))

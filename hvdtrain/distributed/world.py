@@ -57,9 +57,12 @@ class World:
         engine: the framework of the Horovod library, "torch" or "tensorflow"; "solo" without Horovod.
         device: the device this rank computes on: "cpu" or "cuda:<local rank>".
         seed: default seed of the order of samples.
+        data_set: the process set of Horovod's over which this rank's replicas divide the data; None for all ranks.
+            `DataRanks` are these.
     """
 
     seed: int | None = None
+    data_set: Any = None
 
     def __init__(self, engine: str, horovod: ModuleType, device: str) -> None:
         self.engine = engine
@@ -99,21 +102,25 @@ class World:
         """True on rank 0. Under it there is I/O only, never a collective."""
         return self.rank == 0
 
-    def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host") -> Array:
+    # With a `process_set` of Horovod's, a collective is one of its ranks, and the others do not call it.
+
+    def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host", process_set: Any = None) -> Array:
         """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them."""
         if op not in _OPS:
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
-        total = self._run("allreduce", np.asarray(array, order="C"), op=_OPS[op], name=f"hvdtrain.{name}.{op}")
-        return total / self.size if op == "mean" else total
+        how = {"op": _OPS[op], "name": f"hvdtrain.{name}.{op}", **_within(process_set)}
+        total = self._run("allreduce", np.asarray(array, order="C"), **how)
+        size = self.size if process_set is None else process_set.size()
+        return total / size if op == "mean" else total
 
-    def allgather(self, array: Array, *, name: str = "host") -> Array:
+    def allgather(self, array: Array, *, name: str = "host", process_set: Any = None) -> Array:
         """Concatenate every rank's `array` on axis 0, in rank order; only axis 0 may differ in length."""
         array = np.asarray(array, order="C")
         if array.ndim == 0:
             raise ValueError(f"allgather needs an array with an axis 0. Received: {array!r}")
         # As bytes, so that any dtype arrives bit for bit.
         rows = array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((0, 1), np.uint8)
-        flat = self._run("allgather", rows.reshape(-1), name=f"hvdtrain.{name}.allgather")
+        flat = self._run("allgather", rows.reshape(-1), name=f"hvdtrain.{name}.allgather", **_within(process_set))
         return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
     def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
@@ -124,15 +131,17 @@ class World:
         flat = self._run("broadcast", array.reshape(-1).view(np.uint8), root, name=f"hvdtrain.{name}")
         return flat.view(array.dtype).reshape(array.shape)
 
-    def allgather_bytes(self, data: bytes, *, name: str) -> list[bytes]:
+    def allgather_bytes(self, data: bytes, *, name: str, process_set: Any = None) -> list[bytes]:
         """Return every rank's bytes, in rank order; lengths may differ."""
-        lengths = self.allgather(np.array([len(data)], np.int64), name=f"{name}.length")
-        gathered = self.allgather(np.frombuffer(data, np.uint8), name=f"{name}.bytes").tobytes()
+        within = _within(process_set)
+        lengths = self.allgather(np.array([len(data)], np.int64), name=f"{name}.length", **within)
+        gathered = self.allgather(np.frombuffer(data, np.uint8), name=f"{name}.bytes", **within).tobytes()
         return [gathered[end - n : end] for n, end in zip(lengths, np.cumsum(lengths), strict=True)]
 
-    def allgather_object(self, obj: Any, *, name: str = "object") -> list[Any]:
+    def allgather_object(self, obj: Any, *, name: str = "object", process_set: Any = None) -> list[Any]:
         """Return every rank's JSON value, in rank order. JSON, so that nothing received is ever unpickled."""
-        return [json.loads(data) for data in self.allgather_bytes(json.dumps(obj).encode(), name=name)]
+        everyones = self.allgather_bytes(json.dumps(obj).encode(), name=name, **_within(process_set))
+        return [json.loads(data) for data in everyones]
 
     def broadcast_object(self, obj: Any, *, root: int = 0, name: str = "object") -> Any:
         """Return the root's JSON value on every rank."""
@@ -160,6 +169,11 @@ class World:
             return None
         stop: Callable[[], None] = self._horovod.stop_timeline
         return stop
+
+
+def _within(process_set: Any) -> dict[str, Any]:
+    """Return the `process_set` argument of a collective, left out where it is all ranks."""
+    return {} if process_set is None else {"process_set": process_set}
 
 
 class SoloWorld(World):

@@ -14,6 +14,7 @@ from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import IndexedSource
 from hvdtrain.data.trees import num_rows, tree_map
 from hvdtrain.distributed import streams
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import training_state
 from hvdtrain.keras.variables import broadcast_model
@@ -78,7 +79,7 @@ class PreparedData(keras.utils.PyDataset):
                 f"prepare needs arrays or a map-style dataset. Received: {type(data).__name__} on rank {world.rank}. "
                 "Use hvdtrain.Trainer, which takes such data."
             )
-        self._source, self._world = source, world
+        self._source, self._ranks = source, DataRanks(world)
         self._epoch = self._next = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -100,7 +101,7 @@ class PreparedData(keras.utils.PyDataset):
     def batch(self, epoch: int, step: int) -> tuple[Any, Any, Any]:
         """Return this rank's (inputs, targets, sample_weight) of one step."""
         batch = self._source.batch(epoch, step)
-        weight = batch.local_count * self._world.size / batch.global_count
+        weight = batch.local_count * self._ranks.size / batch.global_count
         given = batch.sample_weight
         given = np.ones(num_rows(batch.inputs), np.float32) if given is None else np.asarray(given)
         return tree_map(np.asarray, batch.inputs), tree_map(np.asarray, batch.targets), given * np.float32(weight)

@@ -15,45 +15,45 @@ from hvdtrain.data.contents import Contents, leaves_of, read_here, subsets
 from hvdtrain.data.sources import Consumed, IteratedSource, NoSamples, Source
 from hvdtrain.data.trees import tree_map
 from hvdtrain.distributed import rank_state
-from hvdtrain.distributed.world import World
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.keras.epoch_hooks import EpochHooks
 
 
-def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:
+def as_source(data: Any, *, batch_size: int, ranks: DataRanks, seed: int) -> Source | None:
     """Return the source for a tf.data.Dataset or a PyDataset; None for anything else (a KerasTensor, say).
 
     Both yield batches. Step k has batches k * size to (k + 1) * size - 1 of one process, one for each rank.
     """
     if isinstance(data, keras.utils.PyDataset):
-        return _pydataset(data, world, seed)
+        return _pydataset(data, ranks, seed)
     if any(base.__name__ == "DatasetV2" for base in type(data).__mro__):
-        return _tf_dataset(data, world)
+        return _tf_dataset(data, ranks)
     return None
 
 
-def _pydataset(data: keras.utils.PyDataset, world: World, seed: int) -> Source:
+def _pydataset(data: keras.utils.PyDataset, ranks: DataRanks, seed: int) -> Source:
     if len(data) == 0:
         raise NoSamples(f"a {type(data).__name__} of length 0")
-    hooks = EpochHooks(data, world=world, seed=seed)
+    hooks = EpochHooks(data, world=ranks.world, seed=seed)
 
     def batches(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
         if shuffle:  # in training
             hooks.begin(epoch)
-        where = {"rank": world.rank, "size": world.size, "epoch": epoch, "seed": seed}
+        where = {"rank": ranks.rank, "size": ranks.size, "epoch": epoch, "seed": seed}
         return (data[int(i)] for i in sharding.shard(len(data), **where, shuffle=shuffle, start=after.batches))
 
     def filler(_: int) -> Any:
         with rank_state.random_states_restored():  # reading an item may draw random numbers, to augment it
             return data[0]
 
-    source = IteratedSource(batches, world=world, steps=-(-len(data) // world.size), filler=filler)
+    source = IteratedSource(batches, ranks=ranks, steps=-(-len(data) // ranks.size), filler=filler)
     read = partial(read_here, lambda index: leaves_of(data[index]))
     source.contents = Contents(data, len(data), read, partial(subsets, data), most=2, unit="batch")
     return source
 
 
-def _tf_dataset(data: Any, world: World) -> Source:
-    seeds = _seeds_of_orders(data, world)  # on one rank too: an epoch may resume on two
+def _tf_dataset(data: Any, ranks: DataRanks) -> Source:
+    seeds = _seeds_of_orders(data, ranks)  # on one rank too: an epoch may resume on two
     cardinality = int(data.cardinality())  # in batches; negative: infinite or unknown
     if cardinality == 0:
         raise NoSamples("an empty tf.data.Dataset")
@@ -68,10 +68,10 @@ def _tf_dataset(data: Any, world: World) -> Source:
             next(orders)
             iter(data)
         rest = data.skip(after.batches) if after.batches else data
-        return map(for_backend, iter(rest.shard(world.size, world.rank) if world.size > 1 else rest))
+        return map(for_backend, iter(rest.shard(ranks.size, ranks.rank) if ranks.size > 1 else rest))
 
-    steps = -(-cardinality // world.size) if cardinality > 0 else None
-    source = IteratedSource(batches, world=world, steps=steps, filler=lambda rows: for_backend(_zeros(data, rows)))
+    steps = -(-cardinality // ranks.size) if cardinality > 0 else None
+    source = IteratedSource(batches, ranks=ranks, steps=steps, filler=lambda rows: for_backend(_zeros(data, rows)))
     source.reads_in_threads = True
     source.facts["seeds of shuffle (global, own)"] = seeds
     if cardinality == -1:
@@ -89,7 +89,7 @@ def _zeros(data: Any, rows: int) -> Any:
     return tf.nest.map_structure(zeros, data.element_spec)
 
 
-def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
+def _seeds_of_orders(data: Any, ranks: DataRanks) -> list[list[int]]:
     """Return the seeds of the data's order, for the ranks to compare; ValueError if the order differs between them."""
     found: list[list[int]] = []
     problem = "deterministic=False" if data.options().deterministic is False else ""
@@ -99,12 +99,12 @@ def _seeds_of_orders(data: Any, world: World) -> list[list[int]]:
             found.append(seeds)
         if type(dataset).__name__ == "_ShuffleDataset" and seeds and not any(seeds):
             problem = "a shuffle() that needs a seed,"
-        elif world.size > 1 and _is_unordered(dataset):
+        elif ranks.size > 1 and _is_unordered(dataset):
             problem = "deterministic=False"
-    if problem and world.size > 1:
+    if problem and ranks.size > 1:
         raise ValueError(
             "tf.data must yield the same order on every rank: otherwise samples would be seen twice or never. "
-            f"Received: {problem} on rank {world.rank}. Use shuffle(n, seed=0) and no deterministic=False, or "
+            f"Received: {problem} on rank {ranks.world.rank}. Use shuffle(n, seed=0) and no deterministic=False, or "
             "hvdtrain.Sharded(dataset) if every rank already has its own share."
         )
     return found

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvdtrain.adapter import Adapter, Needs, OpenStep
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.sources import Batch, Consumed, Source, as_divisible
-from hvdtrain.distributed.world import World
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.telemetry.interval import RankTimes
 
 log = logging.getLogger("hvdtrain")
@@ -69,28 +69,28 @@ class CutoffPlan:
 
     shares = None  # of a step's samples: ranks take as many batches as they can
 
-    def __init__(self, given: float | Record, source: Source, *, world: World, accumulate: int) -> None:
+    def __init__(self, given: float | Record, source: Source, *, ranks: DataRanks, accumulate: int) -> None:
         self.groups: Iterator[OpenStep] = iter(())
         self.record: Record = {}
         self._share = given if isinstance(given, float) else 1.0
         self._replayed: Record = {} if isinstance(given, float) else given
         self.source = as_divisible(source, need="cutoff gives samples that were cut off to other ranks.")
-        self._world, self._accumulate = world, accumulate
+        self._ranks, self._accumulate = ranks, accumulate
         self._num_samples = int(source.facts["number of samples"])
         self._batch_size = int(source.facts["batch_size"])
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
         self._epoch = self._number = 0
-        self._assignment, self._consumed = Assignment((0,) * world.size), Consumed()
+        self._assignment, self._consumed = Assignment((0,) * ranks.size), Consumed()
         self._batches = _Ahead(iter(()))
-        if isinstance(given, float) and self._needed(world.size) == world.size > 1 and world.is_root:
+        if isinstance(given, float) and self._needed(ranks.size) == ranks.size > 1 and ranks.world.is_root:
             log.warning(
                 "cutoff=%s of %d ranks waits for all of them: no step is cut. Give at most %s.",
-                given, world.size, math.floor(100 * (world.size - 1) / world.size) / 100,
+                given, ranks.size, math.floor(100 * (ranks.size - 1) / ranks.size) / 100,
             )  # fmt: skip
         for step, counts in self._replayed.items():
-            if len(counts) != world.size or max(counts) > accumulate:
+            if len(counts) != ranks.size or max(counts) > accumulate:
                 raise ValueError(
-                    f"cutoff's record must be of {world.size} ranks and at most accumulate={accumulate} batches each. "
+                    f"cutoff's record must be of {ranks.size} ranks and at most accumulate={accumulate} batches each. "
                     f"Received: {counts} in step {step}"
                 )
 
@@ -109,7 +109,7 @@ class CutoffPlan:
 
     def begin(self, epoch: int, consumed: Consumed, *, number: int) -> None:
         """Draw an epoch's order, and begin to read what is left of it; `number` is that of the next step in the run."""
-        size = self._world.size
+        size = self._ranks.size
         self._cut_in_a_row = self._steps = self._steps_cut = self._batches_cut = 0
         assignment = consumed.assignment
         if assignment is None:
@@ -172,7 +172,7 @@ class CutoffPlan:
         """
         left = self._batches_left()
         if len(set(self._assignment.taken)) > 1 and left.any() and left.min() < self._accumulate:
-            self._assignment = self._assignment.reassign(self._num_samples, size=self._world.size)
+            self._assignment = self._assignment.reassign(self._num_samples, size=self._ranks.size)
             self._read(self.source.rest(self._epoch, replace(self._consumed, assignment=self._assignment)))
             left = self._batches_left()
         whole = np.minimum(left, self._accumulate)

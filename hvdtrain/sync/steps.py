@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from hvdtrain.adapter import Adapter
 from hvdtrain.data.sources import NOTHING, Batch, Consumed, Source
-from hvdtrain.distributed.world import World
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.errors import CheckpointError
 from hvdtrain.sync.balance import Balance
 from hvdtrain.sync.cutoff import Record
@@ -77,10 +77,10 @@ class OrdinarySteps:
 
     was_cut = False
 
-    def __init__(self, source: Source, *, world: World, accumulate: int, balance: Balance | None = None) -> None:
+    def __init__(self, source: Source, *, ranks: DataRanks, accumulate: int, balance: Balance | None = None) -> None:
         self.source = source
         self.groups: Iterator[list[Batch]] = iter(())
-        self._balance, self._size, self._accumulate = balance, world.size, accumulate
+        self._balance, self._size, self._accumulate = balance, ranks.size, accumulate
         self._epoch, self._consumed = 0, NOTHING
 
     @property

@@ -37,6 +37,7 @@ from hvdtrain.data.sources import (
 from hvdtrain.data.trees import unpack
 from hvdtrain.data.workers import RepeatedSamples
 from hvdtrain.distributed import streams
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World, current
 from hvdtrain.torch.data.contents import read
 from hvdtrain.torch.data.seeded_batches import SeededBatches
@@ -64,12 +65,12 @@ class ShardSampler(Sampler[int]):
         batch_size: int | None = None,
         world: World | None = None,
     ) -> None:
-        self._world = world or current()
+        self._ranks = DataRanks(world or current())
         self._total = self.num_samples = dataset if isinstance(dataset, int) else len(dataset)  # over all ranks
         if drop_last:
             if batch_size is None:
                 raise ValueError("drop_last needs batch_size, in samples per rank. Received: batch_size=None")
-            self.num_samples -= self._total % (batch_size * self._world.size)
+            self.num_samples -= self._total % (batch_size * self._ranks.size)
         self.shuffle, self.seed = shuffle, seed
         self._epoch, self._start = 0, 0
 
@@ -85,7 +86,7 @@ class ShardSampler(Sampler[int]):
         return len(self._positions())
 
     def _positions(self) -> range:
-        return range(self._start + self._world.rank, self.num_samples, self._world.size)
+        return range(self._start + self._ranks.rank, self.num_samples, self._ranks.size)
 
     def order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         """Return the function from positions in the epoch to samples."""
@@ -104,14 +105,14 @@ class _SharedOrder(ShardSampler):
         super().set_epoch(epoch, start=start)
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        self._drawn = self._world.broadcast(np.fromiter(self._sampler, np.int64, self._total), name="sampler")
+        self._drawn = self._ranks.world.broadcast(np.fromiter(self._sampler, np.int64, self._total), name="sampler")
 
     def order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         """Return the function from positions in the epoch to samples."""
         return self._drawn.__getitem__
 
 
-def _shard_sampler(loader: DataLoader[Any], *, world: World, seed: int) -> ShardSampler:
+def _shard_sampler(loader: DataLoader[Any], world: World, seed: int) -> ShardSampler:
     """Return this rank's sampler: it shuffles by (seed, epoch), or not, as torch's do; any other draws on rank 0."""
     given: Any = loader.sampler
     if hasattr(given, "num_replicas") and not isinstance(given, DistributedSampler):
@@ -140,10 +141,10 @@ class LoaderSource:
     shares: Sequence[int] | None = None
     contents: Contents | None = None
 
-    def __init__(self, loader: DataLoader[Any], *, world: World, seed: int) -> None:
-        self._world, self._given = world, loader
+    def __init__(self, loader: DataLoader[Any], *, ranks: DataRanks, seed: int) -> None:
+        self._ranks, self._given = ranks, loader
         self.generators = Generators({})
-        self._sampler = _shard_sampler(loader, world=world, seed=seed)
+        self._sampler = _shard_sampler(loader, ranks.world, seed)
         self._batch_size = batch_size = int(loader.batch_size or 1)
         self._batches = SeededBatches(loader)
         self._loader = _like(loader, batch_sampler=self._batches)
@@ -151,9 +152,9 @@ class LoaderSource:
         if not num_samples:
             raise ValueError(
                 f"drop_last leaves no samples. Received: {len(loader.dataset)} samples, batch_size={batch_size} "  # type: ignore[arg-type]
-                f"and {world.size} ranks"
+                f"and {ranks.size} ranks"
             )
-        self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=batch_size, size=world.size)
+        self.steps: int | None = sharding.steps_per_epoch(num_samples, batch_size=batch_size, size=ranks.size)
         self.facts: dict[str, Any] = {"number of samples": num_samples, "batch_size": batch_size}
         self.facts |= {"seed": self._sampler.seed, "shuffle": self._sampler.shuffle}
 
@@ -164,7 +165,7 @@ class LoaderSource:
 
     def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
         """Return batches of the rest of the epoch in the order that `epoch` has drawn."""
-        order, rank, size = self._sampler.order(), self._world.rank, self._world.size
+        order, rank, size = self._sampler.order(), self._ranks.rank, self._ranks.size
         how: dict[str, Any] = {"batch_size": self._batch_size, "rank": rank, "size": size, "shares": self.shares}
         plan = Plan(order, self._sampler.num_samples, start=after.samples, assignment=after.assignment, **how)
         parts, ahead = tee(plan)  # workers read ahead
@@ -181,11 +182,11 @@ class LoaderSource:
         if isinstance(self._sampler, _SharedOrder):
             raise TypeError(
                 "predict takes each sample of a dataset once. Received: a DataLoader with a sampler of its own, "
-                f"{type(self._given.sampler).__name__}, on rank {self._world.rank}. Use a DataLoader without sampler; "
-                "for some of the samples, one over torch.utils.data.Subset(dataset, indices)."
+                f"{type(self._given.sampler).__name__}, on rank {self._ranks.world.rank}. Use a DataLoader without "
+                "sampler; for some of the samples, one over torch.utils.data.Subset(dataset, indices)."
             )
         plain = _like(self._given, batch_size=self._batch_size)
-        return LoaderSource(plain, world=self._world, seed=self._sampler.seed).epoch(0, shuffle=False)
+        return LoaderSource(plain, ranks=self._ranks, seed=self._sampler.seed).epoch(0, shuffle=False)
 
     def example(self, epoch: int) -> Batch | None:
         """Return the epoch's first batch: the sampler knows epochs by their number."""
@@ -210,58 +211,58 @@ class LoaderSource:
             if "stack expects each tensor to be equal size" not in str(error):
                 raise
             raise ValueError(
-                f"The samples of a batch must have equal shapes. Received on rank {self._world.rank}: {error}. Pad "
-                "them to one length in the dataset, or give the DataLoader a collate_fn that pads a batch."
+                f"The samples of a batch must have equal shapes. Received on rank {self._ranks.world.rank}: {error}. "
+                "Pad them to one length in the dataset, or give the DataLoader a collate_fn that pads a batch."
             ) from error
 
 
-def as_source(data: Any, *, batch_size: int, world: World, seed: int) -> Source | None:
+def as_source(data: Any, *, batch_size: int, ranks: DataRanks, seed: int) -> Source | None:
     """Return the source for torch's own kinds of data; None for a map-style dataset, which `data.sources` reads."""
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=batch_size)
     if not isinstance(data, DataLoader):
         return None
     if isinstance(data.dataset, IterableDataset):
-        return IteratedSource(_every_size_th(data, world), world=world, replays=True)
+        return IteratedSource(_every_size_th(data, ranks), ranks=ranks, replays=True)
     if not len(data.sampler):  # type: ignore[arg-type]
         raise NoSamples("a DataLoader of no samples")
     source: LoaderSource | IteratedSource
     if data.batch_size is None:  # a batch_sampler of the user's own
-        source = IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, world, seed), world=world)
+        source = IteratedSource(lambda epoch, _, after: _own_batches(data, epoch, after, ranks, seed), ranks=ranks)
     else:
-        source = LoaderSource(data, world=world, seed=seed)
+        source = LoaderSource(data, ranks=ranks, seed=seed)
     if isinstance(data.dataset, Sized):
         source.contents = Contents(data, len(data.dataset), partial(read, data), partial(subsets, data.dataset))
     return source
 
 
-def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, world: World, seed: int) -> Iterator[Any]:
+def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, ranks: DataRanks, seed: int) -> Iterator[Any]:
     """Share out the batches that a user's batch_sampler makes on rank 0: it may draw at random on each rank."""
     sampler: Any = loader.batch_sampler or loader.sampler
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    batches = world.broadcast_object([np.asarray(batch).tolist() for batch in sampler], name="batch_sampler")
-    mine = batches[after.batches + world.rank :: world.size]
+    batches = ranks.world.broadcast_object([np.asarray(batch).tolist() for batch in sampler], name="batch_sampler")
+    mine = batches[after.batches + ranks.rank :: ranks.size]
     counts = [len(rows) if isinstance(rows, list) else None for rows in mine]
     order = SeededBatches(loader)
-    order.begin(zip(count(after.batches + world.rank, world.size), mine, strict=False), seed, epoch)
+    order.begin(zip(count(after.batches + ranks.rank, ranks.size), mine, strict=False), seed, epoch)
     how = {"batch_sampler": order} if loader.batch_sampler else {"batch_size": None, "sampler": order}
     return map(as_batch, iter(_like(loader, **how)), counts)
 
 
-def _every_size_th(loader: DataLoader[Any], world: World) -> Start:
+def _every_size_th(loader: DataLoader[Any], ranks: DataRanks) -> Start:
     """Keep every size-th of the batches that each rank iterates: they must come in the same order on all of them."""
-    repeated = RepeatedSamples(loader, is_root=world.is_root)
+    repeated = RepeatedSamples(loader, is_root=ranks.world.is_root)
     torchs = (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
 
     def start(epoch: int, shuffle: bool, after: Consumed) -> Iterator[Any]:
         def rest() -> Iterator[Any]:
             if hasattr(loader.dataset, "set_epoch"):
                 loader.dataset.set_epoch(epoch)
-            items, first = repeated.watch(iter(loader)), after.batches + world.rank
-            read = max(0, first - world.size + 1) if after.batches else 0  # as many as this rank had read
+            items, first = repeated.watch(iter(loader)), after.batches + ranks.rank
+            read = max(0, first - ranks.size + 1) if after.batches else 0  # as many as this rank had read
             skip(items, read)
-            return islice(items, first - read, None, world.size)
+            return islice(items, first - read, None, ranks.size)
 
         return streams.draw_alike(rest, epoch=epoch, generators=[torchs])
 

@@ -12,6 +12,7 @@ from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import OrderedSource, Source
 from hvdtrain.data.trees import leaves, tree_map
 from hvdtrain.distributed import agreement
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import SoloWorld, World
 
 
@@ -30,10 +31,11 @@ def predict(adapter: Adapter, world: World, x: Any, *, batch_size: int) -> Any:
         columns = [_concatenate(column, world) for column in zip(*map(leaves, shards), strict=True)]
     rows = [f"{each.shape[1:]} {each.dtype}" for each in columns]
     agreement.require_equal({"one row of each output": rows}, world=world, what="predict's outputs", advice=_EQUAL_ROWS)
-    order = world.allgather(np.concatenate(indices), name="predict.indices")
+    ranks = DataRanks(world)
+    order = ranks.allgather(np.concatenate(indices), name="predict.indices")
 
     def in_order(local: NDArray[Any]) -> NDArray[Any]:
-        gathered = world.allgather(local, name="predict")
+        gathered = ranks.allgather(local, name="predict")
         result = np.empty_like(gathered)
         result[order] = gathered
         return result

@@ -16,6 +16,7 @@ from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import Sharded
 from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import agreement, frameworks, launch_environment
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World, init_if_missing
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync import as_strategy
@@ -157,7 +158,10 @@ class Trainer:
         parts = self._adapter, self.world
         self._sync = strategy.synchronizer(self._adapter, options, self.world) if strategy else Synchronizer(*parts)
         self._lr = learning_rate.LearningRate(
-            self._adapter.learning_rates, scaling=lr_scaling, size=self.world.size, warmup_epochs=warmup_epochs
+            self._adapter.learning_rates,
+            scaling=lr_scaling,
+            size=DataRanks(self.world).size,
+            warmup_epochs=warmup_epochs,
         )
         self._loop = Loop(self, self._sync, self._lr, self._config)
         self._chosen = {"optimizer": name_of(optimizer), "loss": name_of(loss), "step": name_of(step)}
@@ -259,7 +263,7 @@ class Trainer:
             self._fit_round(
                 train, validation, with_defaults(callbacks, run_folder, checkpoint_dir, progress), commits,
                 budget=budget, validate_every=validate_every, batch_size=batch_size, resume=resume,
-                override=list(override), balance=check_balance(balance, size=self.world.size),
+                override=list(override), balance=check_balance(balance, size=DataRanks(self.world).size),
             )  # fmt: skip
 
         restore_signals = preemption.install()  # once for all rounds: a signal in one round may be handled in the next
@@ -291,9 +295,9 @@ class Trainer:
         balance: str | list[float] | None,
     ) -> None:
         """Train with the current ranks, from the last commit, a checkpoint or the beginning."""
-        world, of_rank = self.world, self._of_rank(batch_size)
+        world, ranks, of_rank = self.world, DataRanks(self.world), self._of_rank(batch_size)
         if self._elastic:
-            self._lr.scale_to(world.size)
+            self._lr.scale_to(ranks.size)
             agreement.require_equal(self._config, world=world, what="the Trainer's options")
         checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
         sets = named_sets(validation, train.keys() if isinstance(train, Mapping) else None)
@@ -306,10 +310,10 @@ class Trainer:
         check_end(source.facts, budget)
         if world.is_root and budget.epochs != 1:
             warn_of_stale_epochs(train.data if isinstance(train, Sharded) else train)
-        of_steps: dict[str, Any] = {"world": world, "accumulate": self._config["accumulate"]}
+        of_steps: dict[str, Any] = {"ranks": ranks, "accumulate": self._config["accumulate"]}
         steps: Steps
         if self._cutoff is None:
-            shares = None if balance is None else Balance(balance, source, size=world.size)
+            shares = None if balance is None else Balance(balance, source, size=ranks.size)
             steps = OrdinarySteps(source, balance=shares, **of_steps)
         else:
             steps = CutoffPlan(self._cutoff, source, **of_steps)

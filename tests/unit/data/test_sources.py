@@ -8,6 +8,7 @@ import pytest
 from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import IteratedSource, Sharded
 from hvdtrain.data.trees import collate, unpack
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import DesyncError
 
@@ -76,7 +77,7 @@ def test_a_rank_that_runs_out_goes_on_without_samples():
             return self.calls <= 3
 
     one_batch = [(np.zeros((2, 1)), np.zeros(2))]
-    source = IteratedSource(lambda epoch, shuffle, after: iter(one_batch), world=World(0, 2))
+    source = IteratedSource(lambda epoch, shuffle, after: iter(one_batch), ranks=DataRanks(World(0, 2)))
     counts = [(batch.local_count, batch.global_count) for batch in source.epoch(0, shuffle=False)]
     assert counts == [(2, 5), (0, 3), (0, 3)]
 

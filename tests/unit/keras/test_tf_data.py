@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("keras")
 
 from hvdtrain.data.sources import Consumed
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.keras.sources import as_source
 from hvdtrain.training.arguments import check_end
@@ -35,13 +36,13 @@ def tf():
 
 def test_an_epoch_of_two_ranks_goes_on_on_one(tf):
     rows = tf.data.Dataset.range(8).shuffle(8, seed=3).batch(2)
-    facts = [as_source(rows, batch_size=2, world=world, seed=0).facts for world in (OfTwo(), SoloWorld())]
+    facts = [as_source(rows, batch_size=2, ranks=DataRanks(world), seed=0).facts for world in (OfTwo(), SoloWorld())]
     check_data(*facts)
     check_data(*reversed(facts))
 
 
 def test_an_infinite_dataset_needs_steps_or_seconds(tf):
-    source = as_source(tf.data.Dataset.range(4).batch(2).repeat(), batch_size=2, world=SoloWorld(), seed=0)
+    source = as_source(tf.data.Dataset.range(4).batch(2).repeat(), batch_size=2, ranks=DataRanks(SoloWorld()), seed=0)
     with pytest.raises(ValueError, match=r"train never ends.*epochs=1\. Give steps or seconds"):
         check_end(source.facts, Budget(epochs=1))
     check_end(source.facts, Budget(steps=3))
@@ -54,14 +55,16 @@ def test_an_infinite_dataset_needs_steps_or_seconds(tf):
 
 def test_one_rank_takes_a_shuffle_without_a_seed(tf):
     rows = tf.data.Dataset.range(8).shuffle(8).batch(2)
-    assert as_source(rows, batch_size=2, world=SoloWorld(), seed=0).steps == 4
+    assert as_source(rows, batch_size=2, ranks=DataRanks(SoloWorld()), seed=0).steps == 4
     with pytest.raises(ValueError, match="needs a seed"):
-        as_source(rows, batch_size=2, world=OfTwo(), seed=0)
+        as_source(rows, batch_size=2, ranks=DataRanks(OfTwo()), seed=0)
 
 
 def test_a_run_that_goes_on_after_an_epochs_last_step_draws_the_next_order_next(tf):
     def source():
-        return as_source(tf.data.Dataset.range(8).shuffle(8, seed=3).batch(2), batch_size=2, world=SoloWorld(), seed=0)
+        return as_source(
+            tf.data.Dataset.range(8).shuffle(8, seed=3).batch(2), batch_size=2, ranks=DataRanks(SoloWorld()), seed=0
+        )
 
     def rows(epoch):
         return [int(row) for batch in epoch for row in batch.inputs]
@@ -96,10 +99,10 @@ UNORDERED = {
 @pytest.mark.parametrize("name", UNORDERED)
 def test_an_order_that_differs_between_ranks_is_refused(tf, name):
     with pytest.raises(ValueError, match=r"same order on every rank.*deterministic=False.*rank 0"):
-        as_source(UNORDERED[name](tf), batch_size=2, world=OfTwo(), seed=0)
-    assert as_source(UNORDERED[name](tf), batch_size=2, world=SoloWorld(), seed=0) is not None
+        as_source(UNORDERED[name](tf), batch_size=2, ranks=DataRanks(OfTwo()), seed=0)
+    assert as_source(UNORDERED[name](tf), batch_size=2, ranks=DataRanks(SoloWorld()), seed=0) is not None
 
 
 def test_parallel_reading_in_order_is_taken(tf):
     data = interleaved(tf).map(lambda i: i, num_parallel_calls=2)
-    assert as_source(data, batch_size=2, world=OfTwo(), seed=0) is not None
+    assert as_source(data, batch_size=2, ranks=DataRanks(OfTwo()), seed=0) is not None

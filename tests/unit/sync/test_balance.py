@@ -11,6 +11,7 @@ from fake_world import FakeWorld
 from hvdtrain.data import sharding
 from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import Consumed, IteratedSource
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.sync.balance import Balance, as_given, by_speed, check_balance
 from hvdtrain.telemetry.interval import RankTimes
 
@@ -164,7 +165,7 @@ def test_shares_of_another_number_of_ranks_are_refused():
 
 
 def test_data_that_can_only_be_iterated_is_refused():
-    stream = IteratedSource(lambda epoch, shuffle, after: iter(()), world=FakeWorld(0, 2))
+    stream = IteratedSource(lambda epoch, shuffle, after: iter(()), ranks=DataRanks(FakeWorld(0, 2)))
     with pytest.raises(TypeError, match=r"divides steps sample by sample\. Received: data that can only be iterated"):
         Balance("speed", stream, size=2)
 

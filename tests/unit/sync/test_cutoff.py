@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import Consumed, IteratedSource
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.sync.cutoff import CutoffPlan, check_cutoff
 
 BATCH, ACCUMULATE = 3, 4
@@ -32,7 +33,7 @@ class Run:
         self.size, self.record, self.used, self.number = size, {}, [], 0
         self.sources = [source(num_samples, rank, size, data) for rank in range(size)]
         self.ranks = [
-            CutoffPlan(share, each, world=FakeWorld(rank, size), accumulate=ACCUMULATE)
+            CutoffPlan(share, each, ranks=DataRanks(FakeWorld(rank, size)), accumulate=ACCUMULATE)
             for rank, each in enumerate(self.sources)
         ]
         for each in self.ranks:
@@ -183,7 +184,7 @@ def test_samples_of_a_loader_are_used_once_also_with_an_order_of_its_own():
         loader = torch.utils.data.DataLoader(range(60), batch_size=BATCH, sampler=Order())
         return as_source(loader, batch_size=BATCH, world=Shared(rank, 2))
 
-    ranks = [CutoffPlan(0.5, of(r), world=Shared(r, 2), accumulate=ACCUMULATE) for r in range(2)]
+    ranks = [CutoffPlan(0.5, of(r), ranks=DataRanks(Shared(r, 2)), accumulate=ACCUMULATE) for r in range(2)]
     for each in ranks:
         each.begin(0, Consumed(), number=0)
     used = []
@@ -234,6 +235,6 @@ def test_a_record_of_another_run_is_refused():
 
 
 def test_data_that_can_only_be_iterated_is_refused():
-    batches = IteratedSource(lambda *_: iter(()), world=FakeWorld(0, 2))
+    batches = IteratedSource(lambda *_: iter(()), ranks=DataRanks(FakeWorld(0, 2)))
     with pytest.raises(TypeError, match="cutoff gives samples that were cut off to other ranks"):
-        CutoffPlan(0.5, batches, world=FakeWorld(0, 2), accumulate=1)
+        CutoffPlan(0.5, batches, ranks=DataRanks(FakeWorld(0, 2)), accumulate=1)

@@ -9,6 +9,7 @@ from fake_world import FakeWorld
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import Consumed, IteratedSource
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import CheckpointError
 from hvdtrain.sync.balance import Balance
@@ -23,7 +24,7 @@ def of_ranks(num_samples, *, size=2, accumulate=3, given=None):
     for world in (FakeWorld(rank, size) for rank in range(size)):
         source = as_source((np.arange(num_samples)[:, None],), batch_size=BATCH, world=world)
         balance = None if given is None else Balance(given, source, size=size)
-        found.append(OrdinarySteps(source, world=world, accumulate=accumulate, balance=balance))
+        found.append(OrdinarySteps(source, ranks=DataRanks(world), accumulate=accumulate, balance=balance))
         found[-1].start(Consumed(), shares=None, record={})
     return found
 
@@ -90,7 +91,8 @@ def test_an_iterator_ends_when_the_epoch_is_closed():
         finally:
             ended.append(True)
 
-    steps = OrdinarySteps(IteratedSource(batches, world=SoloWorld()), world=SoloWorld(), accumulate=2)
+    ranks = DataRanks(SoloWorld())
+    steps = OrdinarySteps(IteratedSource(batches, ranks=ranks), ranks=ranks, accumulate=2)
     steps.begin(0, Consumed(), number=0)
     assert len(next(steps.groups)) == 2
     assert not ended

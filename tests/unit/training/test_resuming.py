@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import Consumed, IndexedSource, IteratedSource, Sharded
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.errors import HvdTrainError
 
@@ -51,7 +52,7 @@ def test_every_sample_once_whatever_the_ranks_and_batches_of_each_leg(num_sample
 
     def make(world, batch_size):
         source = as_source((x,), batch_size=batch_size, world=SoloWorld(), seed=7)
-        return IndexedSource(num_samples, source._fetch, batch_size=batch_size, world=world, seed=7)
+        return IndexedSource(num_samples, source._fetch, batch_size=batch_size, ranks=DataRanks(world), seed=7)
 
     assert sorted(run(make, legs)) == list(range(num_samples))
 
@@ -62,7 +63,7 @@ def test_the_global_batches_are_those_of_a_run_that_was_not_stopped(num_samples,
 
     def make(world, batch_size):
         source = as_source((x,), batch_size=batch_size, world=SoloWorld(), seed=7)
-        return IndexedSource(num_samples, source._fetch, batch_size=batch_size, world=world, seed=7)
+        return IndexedSource(num_samples, source._fetch, batch_size=batch_size, ranks=DataRanks(world), seed=7)
 
     straight = run(make, [(1, 4 * size, 0)])
     resumed = run(make, [(size, 4, steps), (1, 4 * size, 0)])
@@ -78,7 +79,7 @@ def test_going_on_fetches_nothing_of_what_is_done():
         fetched.extend(rows.tolist())
         return rows[:, None], None, None
 
-    source = IndexedSource(10**9, fetch, batch_size=4, world=FakeWorld(1, 2), seed=0)
+    source = IndexedSource(10**9, fetch, batch_size=4, ranks=DataRanks(FakeWorld(1, 2)), seed=0)
     next(source.epoch(0, shuffle=True, after=Consumed(samples=10**9 - 16)))
     assert len(fetched) == 4
 
@@ -90,7 +91,7 @@ def test_an_epoch_that_is_done_has_no_steps_left():
 
 def test_steps_without_samples_count_as_batches_that_are_done():
     batches = [np.zeros((n, 1)) for n in (2, 0, 3)]
-    source = IteratedSource(lambda epoch, shuffle, after: iter(batches[after.batches :]), world=SoloWorld())
+    source = IteratedSource(lambda epoch, shuffle, after: iter(batches[after.batches :]), ranks=DataRanks(SoloWorld()))
     assert [batch.done for batch in source.epoch(0, shuffle=False)] == [1, 3]
     (rest,) = source.epoch(0, shuffle=False, after=Consumed(2, 1))
     assert (rest.local_count, rest.done) == (3, 3)
