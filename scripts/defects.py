@@ -87,7 +87,7 @@ DEFECTS = (
         "sources: an epoch ends with the first rank that has no more batches",
         "hvdtrain/data/sources.py",
         "if not going_on:",
-        "if going_on < self._world.size:",
+        "if going_on < self._ranks.size:",
         ranks("trainer-torch", "iterables"),
     ),
     # What a loss weighs
@@ -236,8 +236,8 @@ DEFECTS = (
     Defect(
         "world: the greatest number over ranks is their sum",
         "hvdtrain/distributed/world.py",
-        "op=_OPS[op]",
-        'op=_OPS["sum"]',
+        '"op": _OPS[op]',
+        '"op": _OPS["sum"]',
         ranks("trainer-torch", "healthy or flipped"),
     ),
     Defect(
