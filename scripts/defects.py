@@ -115,7 +115,7 @@ DEFECTS = (
     Defect(
         "metrics: states that are not sums are this rank's own",
         "hvdtrain/torch/steps/stateful_metrics.py",
-        'for data in self._world.allgather_bytes(mine, name="metrics") for',
+        'for data in self._ranks.allgather_bytes(mine, name="metrics") for',
         "for data in [mine] for",
         unit("torch/test_metrics.py"),
     ),
@@ -136,8 +136,8 @@ DEFECTS = (
     Defect(
         "LBFGS: each rank searches by its own loss",
         "hvdtrain/torch/steps/closure.py",
-        'loss = world.allreduce(loss, "mean", name="closure.loss")',
-        'world.allreduce(loss, "mean", name="closure.loss")',
+        'loss = ranks.allreduce(loss, "mean", name="closure.loss")',
+        'ranks.allreduce(loss, "mean", name="closure.loss")',
         ranks("torch", "lbfgs_equals"),
     ),
     Defect(
@@ -243,8 +243,8 @@ DEFECTS = (
     Defect(
         "average_buffers: running statistics are the largest over ranks, not the mean",
         "hvdtrain/torch/ops/average_buffers.py",
-        'world.allreduce(flat.numpy(), "mean", name="average_buffers")',
-        'world.allreduce(flat.numpy(), "max", name="average_buffers")',
+        'ranks.allreduce(flat.numpy(), "mean", name="average_buffers")',
+        'ranks.allreduce(flat.numpy(), "max", name="average_buffers")',
         unit("torch/test_dtypes.py"),
     ),
     # Where a run resumes
@@ -373,7 +373,7 @@ DEFECTS = (
     Defect(
         "Keras on torch: a rank's batch weighs nothing special",
         "hvdtrain/keras/adapter.py",
-        "weight * self._world.size if batch.local_count else 0.0",
+        "weight * self._ranks.size if batch.local_count else 0.0",
         "1.0 if batch.local_count else 0.0",
         ranks("trainer-keras-torch", "weights_of_one_process"),
     ),

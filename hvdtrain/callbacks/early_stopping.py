@@ -12,6 +12,7 @@ import numpy as np
 from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.checkpoint.store import Mode, improves, sign
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 
 log = logging.getLogger("hvdtrain")
@@ -146,12 +147,12 @@ class EarlyStopping(Callback):
 
 def _settled(state: State, world: World) -> State:
     """Return the state with what each rank changes by itself averaged, as an epoch's end does."""
-    arrays = dict(state.arrays)
+    arrays, ranks = dict(state.arrays), DataRanks(world)
     for name in sorted(state.per_rank):
         array = arrays[name]
         if array.dtype.kind == "f":
-            averaged = world.allreduce(array.astype(np.float64), "mean", name="average_buffers")
+            averaged = ranks.allreduce(array.astype(np.float64), "mean", name="average_buffers")
         else:
-            averaged = world.allreduce(array.astype(np.int64), "max", name="average_buffers")
+            averaged = ranks.allreduce(array.astype(np.int64), "max", name="average_buffers")
         arrays[name] = averaged.astype(array.dtype).reshape(array.shape)
     return replace(state, arrays=arrays)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.callbacks.schedule_beginning import Beginning, length, with_tensors, without_tensors
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.launch_environment import count_ranks
 
 log = logging.getLogger("hvdtrain")
@@ -97,7 +98,7 @@ class Schedule(Callback):
         """Say at the beginning if the scheduler is not made for as many steps as fit takes."""
         known, times = length(self._scheduler), self._times()
         if not self._is_compared and None not in (known, times) and known != times and trainer.world.is_root:
-            name, ranks = type(self._scheduler).__name__, count_ranks(trainer.world.size)
+            name, ranks = type(self._scheduler).__name__, count_ranks(DataRanks(trainer.world).size)
             line = (
                 f"Schedule: {name} is made for {known} {self._every}s, and fit takes {times} on {ranks}. "
                 f"Schedule(lambda steps: {name}(...)) gives the scheduler fit's number"

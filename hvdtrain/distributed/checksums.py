@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 
 SIZE = 16  # bytes of a digest
@@ -57,14 +58,14 @@ def of_parts(kind: str, sums: bytes | memoryview, data: NDArray[np.uint8]) -> by
     return hashed.digest()
 
 
-def equal_on_ranks(arrays: Iterable[NDArray[Any]], *, world: World, name: str) -> NDArray[np.bool_]:
+def equal_on_ranks(arrays: Iterable[NDArray[Any]], *, ranks: World | DataRanks, name: str) -> NDArray[np.bool_]:
     """Return for each array whether it is equal on all ranks, bit for bit; a collective, named `name`.
 
     Ranks give as many arrays, in one order.
     """
     mine = np.frombuffer(b"".join(map(of_array, arrays)), np.int64)
     # The largest of the complements is that of the smallest.
-    largest, smallest = np.split(world.allreduce(np.concatenate([mine, ~mine]), "max", name=name), 2)
+    largest, smallest = np.split(ranks.allreduce(np.concatenate([mine, ~mine]), "max", name=name), 2)
     same: NDArray[np.bool_] = (largest == ~smallest).reshape(-1, SIZE // mine.itemsize).all(axis=1)
     return same
 

@@ -72,7 +72,7 @@ def gather(mine: Arrays, *, world: World, everywhere: bool = False) -> Arrays:
     rank 0's, because masks and tables of models are buffers too. The root's own arrays are returned as they are.
     """
     names = sorted(name for name in mine if name.startswith(_SHARED))
-    same = checksums.equal_on_ranks((mine[name] for name in names), world=world, name="rank_state.hashes")
+    same = checksums.equal_on_ranks((mine[name] for name in names), ranks=world, name="rank_state.hashes")
     if not world.is_root:
         equal = {name for name, is_same in zip(names, same, strict=True) if is_same}
         mine = {name: array for name, array in mine.items() if name not in equal}

@@ -21,6 +21,7 @@ from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, Refusal, S
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import as_array, tree_map
 from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import delayed, trained, training_state
 from hvdtrain.keras.exchange import ALONE, EVERY_STEP
@@ -66,7 +67,8 @@ def make_adapter(
     check_optimizers(model, options)
 
     def distribute(one: Any) -> Any:
-        found = hvd.DistributedOptimizer(one, compression=compression, backward_passes_per_step=options.accumulate)
+        how = {"compression": compression, "backward_passes_per_step": options.accumulate}
+        found = hvd.DistributedOptimizer(one, **how, process_set=world.data_set)
         _set_clip_norm(distributed_part(found), options.clip_norm)
         return found
 
@@ -138,8 +140,8 @@ class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
-        self._model, self._options, self._world = model, options, world
-        self._weighted = world.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
+        self._model, self._options, self._world, self._ranks = model, options, world, DataRanks(world)
+        self._weighted = self._ranks.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = are_sums(model, split=self._weighted)  # as declared; the first batch shows more
         self._losses_checked = set() if self._weighted else {True, False}  # in training, in evaluation
         self._masked = MaskedSteps(model, world)
@@ -161,7 +163,7 @@ class KerasAdapter:
         self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
         self._own_logs = OwnLogs(model)
         # Whether ranks' metrics can be added up.
-        self._checked = world.size == 1 and not launch_environment.is_elastic()
+        self._checked = self._ranks.size == 1 and not launch_environment.is_elastic()
         # Those that reduce. Beside others, compile()'s is often but Keras's default: it comes last.
         self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
         self._delayed: delayed.Delayed | None = None
@@ -259,7 +261,7 @@ class KerasAdapter:
         samples = sum(batch.global_count for batch in batches)
         for batch, share in zip(batches, self._shares(batches), strict=True):
             weight = 1.0 if self._sums else share
-            self._pass(batch, weight * self._world.size if batch.local_count else 0.0, share, samples)
+            self._pass(batch, weight * self._ranks.size if batch.local_count else 0.0, share, samples)
         # The last step of an epoch may have fewer batches; Keras counts passes, so empty ones make up the number.
         for _ in range(self._options.accumulate - len(batches)):
             self._pass(batches[-1], 0.0)
@@ -356,9 +358,9 @@ class KerasAdapter:
     def average_buffers(self) -> None:
         """Average what is not trained over ranks: running statistics of normalisation layers."""
         variables = [v for v in self._model.non_trainable_weights if "float" in str(v.dtype)]
-        if self._world.size > 1 and variables:
+        if self._ranks.size > 1 and variables:
             assign(
-                variables, reduced(variables, lambda flat: self._world.allreduce(flat, "mean", name="average_buffers"))
+                variables, reduced(variables, lambda flat: self._ranks.allreduce(flat, "mean", name="average_buffers"))
             )
 
     def state(self) -> State:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from hvdtrain.distributed import world
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.keras.training_state import build_optimizer, number
 from hvdtrain.keras.variables import broadcast_model, sync_from_jax
 from hvdtrain.system import scratch
@@ -74,7 +75,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Average `logs` in place, in one exchange."""
-        if world.current().size == 1:
+        ranks = DataRanks(world.current())
+        if ranks.size == 1:
             return
         logs = {} if logs is None else logs
         mine: dict[str, float] = {}
@@ -82,7 +84,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             with contextlib.suppress(TypeError, ValueError):  # no number
                 mine[name] = float(value)
         # Names and values in one message: ranks with different names would otherwise wait for each other forever.
-        logs_of_ranks = world.current().allgather_object(mine, name="logs")
+        logs_of_ranks = ranks.allgather_object(mine, name="logs")
         for name in sorted({name for values in logs_of_ranks for name in values}):
             values = [v[name] for v in logs_of_ranks if name in v]
             logs[name] = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
@@ -183,7 +185,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             # One step ahead, so that the last batch of the warmup has the full rate.
             epoch += 1.0 / float(self.steps_per_epoch or 1)
-            size = world.current().size
+            size = DataRanks(world.current()).size
             return 1.0 / size * (epoch * (size - 1) / warmup_epochs + 1)
 
         options: dict[str, Any] = {"momentum_correction": momentum_correction, "steps_per_epoch": steps_per_epoch}

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.keras.losses import are_sums, has_losses_of_layers
 from hvdtrain.keras.overrides import overrides
@@ -81,7 +82,7 @@ class MaskedSteps:
             samples: of each batch; a batch of none is a filler.
         """
         counts = [self._count(x) if number else 0.0 for x, number in zip(inputs, samples, strict=True)]
-        return counts, float(self._world.allreduce(np.array([sum(counts)]), name="mask.steps")[0])
+        return counts, float(DataRanks(self._world).allreduce(np.array([sum(counts)]), name="mask.steps")[0])
 
     def _count(self, x: Any) -> float:
         if self._counter is None:

@@ -28,7 +28,7 @@ def prepare(
         raise ValueError(f"prepare needs a built model: give it a keras.Input, or call it once. Received: {model.name}")
     if not model.trainable_variables:
         raise ValueError(f"model has no trainable parameters. Received: {model.name}")
-    distributed = hvd.DistributedOptimizer(optimizer)
+    distributed = hvd.DistributedOptimizer(optimizer, process_set=world.data_set)
     if world.size > 1:
         distributed.build(model.trainable_variables)
         broadcast_model(model, distributed, root_rank=0)

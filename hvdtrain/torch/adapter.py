@@ -19,6 +19,7 @@ from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import tree_map
 from hvdtrain.distributed import agreement, launch_environment, tuning
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
@@ -94,7 +95,7 @@ class TorchAdapter:
         if isinstance(loss, nn.Module):
             loss = loss.to(self._device)
         named = named_metrics(metrics, loss)
-        split = world.size > 1 or options.accumulate > 1 or options.micro_batch is not None or options.cutoff
+        split = DataRanks(world).size > 1 or options.accumulate > 1 or options.micro_batch is not None or options.cutoff
         self._loss_check = LossCheck(loss, world, split=split)
         self._step: LossStep | OwnStep = LossStep(model, loss, self._to_device, world.rank, self._loss_check)
         if step is not None:
@@ -268,7 +269,7 @@ class TorchAdapter:
     def open_step(self, step: OpenStep) -> None:
         """Contribute to a step while it is open, and apply the mean of what ranks have contributed."""
         assert self._open_steps is not None
-        if self._world.size == 1:  # nobody closes it early
+        if DataRanks(self._world).size == 1:  # nobody closes it early
             for _ in range(int(step.planned[0])):
                 step.contribute()
             self.train_step(step.batches)

@@ -14,6 +14,7 @@ from hvdtrain.data.reading import as_source
 from hvdtrain.data.trees import tree_map
 from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import streams
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.data.short_batches import ShortBatches
 from hvdtrain.torch.ops import dtypes, names
@@ -53,7 +54,8 @@ def prepare(
     training_state.move_optimizer(optimizer)
     loaders = [_prepare_loader(each, model, world) for each in data]
     # Also on one rank, which reduces nothing: a loop that clips calls `synchronize` there, too.
-    distributed = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    named = model.named_parameters()
+    distributed = hvd.DistributedOptimizer(optimizer, named_parameters=named, process_set=world.data_set)
     if world.size > 1:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(distributed, root_rank=0)
@@ -99,7 +101,7 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        size = self._world.size
+        size = DataRanks(self._world).size
         weights = ShortBatches.of(self._model, self._world.rank) if size > 1 else None  # one process has no weights
         if weights is not None:
             weights.restart(id(self))

@@ -21,6 +21,7 @@ from hvdtrain.callbacks.base import CheckpointOptions, RunId, with_arrays, witho
 from hvdtrain.checkpoint import Contents, Writer
 from hvdtrain.checkpoint.lock import FolderLock, Holder
 from hvdtrain.distributed import agreement, rank_state
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.rank_state import Arrays
 from hvdtrain.distributed.world import World
@@ -368,7 +369,7 @@ def pack(
         else:
             files[file][key] = value
     callbacks, arrays = without_arrays(meta["callbacks"])
-    meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": world.size}
+    meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": DataRanks(world).size}
     # A deep copy, because it contains the History, which grows.
     if not files["sync"]:  # only a strategy has state of its own
         del files["sync"]

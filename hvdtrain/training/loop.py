@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdtrain.callbacks.base import CallbackList, RunContext
 from hvdtrain.distributed import agreement, rank_state, streams, watchdog
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import FolderInUseError
 from hvdtrain.sync.synchronizer import Synchronizer
@@ -158,8 +159,9 @@ class Loop:
         steps, consumed, self._ahead = self._fit.steps, self.progress.consumed, 0
         if self.progress.step:
             # The count of steps continues, because it orders checkpoints. The schedule needs this run's steps.
-            here = steps_done(consumed, steps.source.facts, size=self._world.size, accumulate=self._accumulate)
-            is_assigned = consumed.assignment is not None and consumed.size == self._world.size
+            size = DataRanks(self._world).size
+            here = steps_done(consumed, steps.source.facts, size=size, accumulate=self._accumulate)
+            is_assigned = consumed.assignment is not None and consumed.size == size
             self._ahead = 0 if is_assigned else here - self.progress.step
         steps.start(consumed, shares=shares, record=self.state.history.cutoffs)
         self.state.shares = steps.shares

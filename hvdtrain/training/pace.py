@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.telemetry.interval import Heartbeat, HeartbeatReport, Interval
@@ -21,7 +22,7 @@ class Pace:
     """Measures the epochs and intervals of a fit."""
 
     def __init__(self, adapter: Adapter, world: World, *, samples: int = 0) -> None:
-        self._adapter, self._world = adapter, world
+        self._adapter, self._world, self._ranks = adapter, world, DataRanks(world)
         self._began = 0.0
         self._earlier_samples = 0  # of this fit's earlier epochs
         self._reported_samples = samples  # of its intervals; it may resume within an epoch
@@ -60,7 +61,7 @@ class Pace:
         """Count a step; if a heartbeat is due, exchange it and the epoch's metrics so far. See `Heartbeat.beat`."""
         report = self._heartbeat.beat(stop, spent_s=spent_s, limit_s=limit_s, postponed=postponed)
         if report is not None:
-            reduce = functools.partial(self._world.allreduce, name="running")
+            reduce = functools.partial(self._ranks.allreduce, name="running")
             self._report = report, self._adapter.metrics(reduce, keep=True)
         return report
 
@@ -85,17 +86,19 @@ class Pace:
 
     def end_epoch(self, progress: RunProgress) -> dict[str, float]:
         """Return the metrics of the epoch, its learning rate and its speed; then average buffers over ranks."""
-        times = np.zeros(self._world.size)  # one entry per rank: they travel with the metrics
+        times = np.zeros(self._ranks.size)  # one entry per rank: they travel with the metrics
 
         def reduce(vector: NDArray[np.float64]) -> NDArray[np.float64]:
-            times[self._world.rank] = self.seconds  # the device has finished the epoch
-            total = self._world.allreduce(np.concatenate([vector, times]), name="metrics")
+            times[self._ranks.rank] = self.seconds  # the device has finished the epoch
+            total = self._ranks.allreduce(np.concatenate([vector, times]), name="metrics")
             times[:] = total[len(vector) :]
             return total[: len(vector)]
 
         logs = self._adapter.metrics(reduce)
         logs.setdefault("learning_rate", self._adapter.learning_rates[0])  # a metric may have this name
         seconds = float(times.max())
+        if self._ranks.process_set is not None:  # all ranks end a run after equal seconds
+            seconds = float(self._world.allreduce(np.array([seconds]), "max", name="seconds")[0])
         self._adapter.average_buffers()
         self._earlier_samples += progress.consumed.samples
         return logs | {"samples_per_s": progress.consumed.samples / seconds, "seconds": seconds}

@@ -13,6 +13,7 @@ from hvdtrain.data.generators import Generators
 from hvdtrain.data.sources import Source
 from hvdtrain.data.trees import is_array
 from hvdtrain.distributed import rank_state
+from hvdtrain.distributed.data_ranks import DataRanks
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def evaluate(adapter: Adapter, context: RunContext, source: Source, hooks: Itera
         adapter.eval_step(batch)
         for hook in hooks:
             hook.on_validation_step_end(context, step)
-    return adapter.metrics(lambda vector: context.world.allreduce(vector, name="metrics"))
+    return adapter.metrics(lambda vector: DataRanks(context.world).allreduce(vector, name="metrics"))
 
 
 def load_rank_state(adapter: Adapter, arrays: rank_state.Arrays) -> None:

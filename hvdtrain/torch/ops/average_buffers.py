@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.distributed import checksums
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import dtypes
@@ -24,7 +25,8 @@ def average_buffers(buffers: Sequence[tuple[str, Tensor]], world: World) -> None
     Raises:
         HvdTrainError: on every rank, if ranks have different values of a type in which torch cannot compute.
     """
-    differing = _differing([(name, buffer) for name, buffer in buffers if buffer.numel()], world)
+    ranks = DataRanks(world)
+    differing = _differing([(name, buffer) for name, buffer in buffers if buffer.numel()], ranks)
     for name, buffer in differing:
         if not dtypes.can_combine(buffer):
             raise HvdTrainError(
@@ -34,19 +36,19 @@ def average_buffers(buffers: Sequence[tuple[str, Tensor]], world: World) -> None
     means = [as_real(buffer) for _, buffer in differing if dtypes.rule(buffer) == "mean"]
     if means:
         flat = torch.cat([each.to(torch.float64).reshape(-1).cpu() for each in means])
-        _store(torch.from_numpy(world.allreduce(flat.numpy(), "mean", name="average_buffers")), means)
+        _store(torch.from_numpy(ranks.allreduce(flat.numpy(), "mean", name="average_buffers")), means)
     integers = [buffer for _, buffer in differing if dtypes.rule(buffer) == "max"]
     if integers:
         flat = torch.cat([_in_order(each).reshape(-1).cpu() for each in integers])
-        _store(torch.from_numpy(world.allreduce(flat.numpy(), "max", name="average_buffers")), integers)
+        _store(torch.from_numpy(ranks.allreduce(flat.numpy(), "max", name="average_buffers")), integers)
 
 
-def _differing(buffers: Sequence[tuple[str, Tensor]], world: World) -> list[tuple[str, Tensor]]:
+def _differing(buffers: Sequence[tuple[str, Tensor]], ranks: DataRanks) -> list[tuple[str, Tensor]]:
     """Return the buffers that are not equal on all ranks."""
     if not buffers:
         return []
     arrays = (dtypes.to_array(buffer) for _, buffer in buffers)
-    same = checksums.equal_on_ranks(arrays, world=world, name="average_buffers.hashes")
+    same = checksums.equal_on_ranks(arrays, ranks=ranks, name="average_buffers.hashes")
     return [each for each, is_same in zip(buffers, same, strict=True) if not is_same]
 
 

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from hvdtrain.adapter import OpenStep, Options
 from hvdtrain.distributed import watchdog
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
@@ -79,7 +80,7 @@ class CutExchange(threading.Thread):
 
     def __init__(self, names: Mapping[Parameter, str], compressor: Compressor, options: Options, world: World) -> None:
         super().__init__(name="hvdtrain-open-steps", daemon=True)
-        self._parameters, self._world = list(names), world
+        self._parameters, self._ranks = list(names), DataRanks(world)
         self._names, self._compressor, self._checks = names, compressor, options.nan_policy is not None
         self._changed = threading.Condition()
         self._opened = self._closed = 0  # steps
@@ -100,7 +101,7 @@ class CutExchange(threading.Thread):
         working = int(np.count_nonzero(step.planned))
         with self._changed:
             self._opened += 1
-            self._open = _Open(int(step.planned[self._world.rank]), working, step.needed, expected)
+            self._open = _Open(int(step.planned[self._ranks.rank]), working, step.needed, expected)
             self._opened_at = time.monotonic()
 
     def check(self, parameters: Sequence[Parameter]) -> None:
@@ -108,8 +109,8 @@ class CutExchange(threading.Thread):
         if list(map(id, parameters)) != list(map(id, self._parameters)):
             raise HvdTrainError(
                 "With cutoff, an optimizer's parameters stay the same during a fit. Received: "
-                f"{len(parameters)} parameters on rank {self._world.rank}, {len(self._parameters)} when it began. Add "
-                "them before fit."
+                f"{len(parameters)} parameters on rank {self._ranks.world.rank}, {len(self._parameters)} when it "
+                "began. Add them before fit."
             )
 
     @property
@@ -208,10 +209,10 @@ class CutExchange(threading.Thread):
                 self._news = False
             if self._generation != engine.generation:
                 raise engine.module().HorovodInternalError("Horovod has been shut down.")
-            done, everyone, grace_is_over, failed, stops = _sum(mine, "cutoff.done")
+            done, everyone, grace_is_over, failed, stops = self._sum(mine, "cutoff.done")
             if failed:
                 raise engine.module().HorovodInternalError("Another rank's training has ended with an error.")
-            if stops > self._world.size - 0.5:
+            if stops > self._ranks.size - 0.5:
                 return False
             if done > 1 - _ROUNDING and enough_at is None:
                 enough_at = time.monotonic()
@@ -241,10 +242,10 @@ class CutExchange(threading.Thread):
             own, self._own = self._own, _Contribution()
             expected = self._open.expected if self._opened > self._closed else 1.0
             self._closed += 1
-        size, rank = self._world.size, self._world.rank
+        size, rank = self._ranks.size, self._ranks.rank
         counts = [float(own.batches * (rank == each)) for each in range(size)]
         mean = WeightedMean([float(p in own.gradients) for p in self._parameters], own.weight, expected)
-        samples, *counts = _sum([own.samples, *counts, *mean.numbers], "cutoff.numbers")
+        samples, *counts = self._sum([own.samples, *counts, *mean.numbers], "cutoff.numbers")
         mean.receive(counts[size:])
         fault = None
         if self._checks and not all_finite([*own.gradients.values()]):
@@ -254,17 +255,18 @@ class CutExchange(threading.Thread):
         if gradients:
             # Before they are added up: a half-precision sum of what is to be divided could overflow.
             torch._foreach_mul_(gradients, mean.correction(rounding=0.0) / size)
-            add = Reduction(engine.Sum, process_set=engine.global_set())
             named = [self._names[parameter] for parameter in sent]
-            exchange = GradientExchange(gradients, add, name="cutoff", compressor=self._compressor, names=named)
+            exchange = GradientExchange(gradients, self._sums, name="cutoff", compressor=self._compressor, names=named)
             gradients = exchange.wait()
         batches = np.array(counts[:size]).round().astype(np.int64)
         return Mean(batches, mean.weight or 0.0, round(samples), dict(zip(sent, gradients, strict=True)), fault)
 
+    def _sum(self, numbers: Sequence[float], name: str) -> list[float]:
+        """Add up numbers over ranks; Horovod waits without Python's lock."""
+        mine = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        total: list[float] = submit([mine], self._sums, name, in_place=True, counted=False).wait()[0].tolist()
+        return total
 
-def _sum(numbers: Sequence[float], name: str) -> list[float]:
-    """Add up numbers over ranks; Horovod waits without Python's lock."""
-    mine = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
-    add = Reduction(engine.Sum, process_set=engine.global_set())
-    total: list[float] = submit([mine], add, name, in_place=True, counted=False).wait()[0].tolist()
-    return total
+    @property
+    def _sums(self) -> Reduction:
+        return Reduction(engine.Sum, process_set=engine.global_set(self._ranks.process_set))

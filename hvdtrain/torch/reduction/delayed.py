@@ -118,7 +118,9 @@ class Delayed(Exchange):
 
     def _send(self, parameters: Sequence[Parameter], origin: Origin, fault: Fault | None) -> None:
         """Take the gradients from these parameters, which are dense, and start to average them over ranks."""
-        self._sent = _Sent({p: self._names[p] for p in parameters if p.requires_grad}, origin, fault, self.compressor)
+        names = {p: self._names[p] for p in parameters if p.requires_grad}
+        ranks = engine.global_set(self._world.data_set)
+        self._sent = _Sent(names, origin, fault, self.compressor, ranks)
 
     def _take(self) -> Reduced | None:
         """Wait for the gradient in flight and return it, for the caller to keep; None before the first step."""
@@ -203,10 +205,9 @@ class _Sent:
     """The operations in flight that reduce one gradient."""
 
     def __init__(
-        self, names: dict[Parameter, str], origin: Origin, fault: Fault | None, compressor: Compressor
+        self, names: dict[Parameter, str], origin: Origin, fault: Fault | None, compressor: Compressor, ranks: Any
     ) -> None:
         self._parameters, self._origin, self.fault = (parameters := list(names)), origin, fault
-        ranks = engine.global_set()
         self._mean = WeightedMean([float(p.grad is not None) for p in parameters], origin.total, origin.expected)
         numbers = torch.tensor(self._mean.numbers, dtype=torch.float64)
         how = Reduction(engine.Sum, process_set=ranks)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.data.sources import Batch
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.reduction.weighted_mean import WeightedMean
 
@@ -77,7 +78,7 @@ class LossWeights:
     """Weights of the batches' mean losses in a step, so that N ranks give the gradient of one process.
 
     With mean losses L of denominators d over batches k and ranks r, one process would minimise
-    sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` ranks, so each loss is scaled by
+    sum(d_rk * L_rk) / sum(d_rk). The optimizer averages over `size` DataRanks, so each loss is scaled by
     d_rk * size / sum(d). No rank knows how many labels others ignore: losses are scaled for the expected sum, the sum
     travels with the gradients, and the reducer scales them again in steps in which it was different.
 
@@ -92,7 +93,7 @@ class LossWeights:
         # before they are reduced, which float16 on the wire could not hold.
         self.per_sample = 0.0
         self.alone = False  # whether this rank's gradient is not reduced: see `Adapter.reduce_over`
-        self._loss, self._world = loss, world
+        self._loss, self._ranks = loss, DataRanks(world)
         self._exchanged = loss is None or needs_exchange(loss)
         self._sums = getattr(loss, "reduction", "mean") == "sum"
         self._samples = 0  # of the step, over all ranks; over this one, if alone
@@ -111,7 +112,7 @@ class LossWeights:
         self._counts = [batch.local_count if self.alone else batch.global_count for batch in batches]
         self._samples = sum(self._counts)
         if self.alone:
-            self._share = self._samples * self._world.size / sum(batch.global_count for batch in batches)
+            self._share = self._samples * self._ranks.size / sum(batch.global_count for batch in batches)
         self.expected = float(self._samples)
         if not self._exchanged:
             return
@@ -157,14 +158,14 @@ class LossWeights:
 
     @property
     def _has_peers(self) -> bool:
-        return self._world.size > 1 and not self.alone
+        return self._ranks.size > 1 and not self.alone
 
     def _exchange(self, weight: float) -> float:
-        return float(self._world.allreduce(np.array([weight]), name="loss_denominator")[0])
+        return float(self._ranks.allreduce(np.array([weight]), name="loss_denominator")[0])
 
     def factor(self, index: int) -> float:
         """Return what the loss of batch `index`, which counts something, is multiplied by before backward."""
-        size = self._world.size
+        size = self._ranks.size
         if self._sums:  # over samples: averaging over ranks is all that must be undone
             return float(size)
         return self.counted[index].weight * (self._share if self.alone else size) / self.expected

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError
 
@@ -26,7 +27,7 @@ def search(optimizer: Any, evaluate: Callable[[bool], float], world: World) -> N
     `evaluate(again)` goes forward and backward over the step's batches, reduces, and returns this rank's loss; its
     mean over ranks is what the optimizer gets. The caller keeps the optimizer itself from reducing.
     """
-    numbers = itertools.count()
+    numbers, ranks = itertools.count(), DataRanks(world)
 
     @torch.enable_grad()
     def closure() -> torch.Tensor:
@@ -34,8 +35,8 @@ def search(optimizer: Any, evaluate: Callable[[bool], float], world: World) -> N
         if again:
             _agree(again=True, world=world)
         loss = np.array([evaluate(again)])
-        if world.size > 1:
-            loss = world.allreduce(loss, "mean", name="closure.loss")
+        if ranks.size > 1:
+            loss = ranks.allreduce(loss, "mean", name="closure.loss")
         return torch.from_numpy(loss)[0]
 
     optimizer.step(closure)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.data.trees import num_rows, tree_map
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.reduction.loss_weights import divisor, elementwise, needs_exchange
 
@@ -66,7 +67,7 @@ class LossCheck:
     """
 
     def __init__(self, loss: Any, world: World, *, split: bool) -> None:
-        self._loss, self._world = loss, world
+        self._loss, self._world, self._ranks = loss, world, DataRanks(world)
         is_known = type(loss) in _CLASSES.values()
         self._is_sum = getattr(loss, "reduction", "mean") == "sum"
         self._has_parts = split and loss is not None and not is_known
@@ -132,7 +133,7 @@ class LossCheck:
 
     def _compare_width(self, targets: Any, value: torch.Tensor, *, is_training: bool) -> str | None:
         """Return what is wrong with the width of a batch's targets, None if nothing is."""
-        if not isinstance(targets, torch.Tensor) or value.dim() == 1 or not (is_training or self._world.size > 1):
+        if not isinstance(targets, torch.Tensor) or value.dim() == 1 or not (is_training or self._ranks.size > 1):
             return None  # one process computes the batches of an evaluation whole
         width = tuple(targets.shape[1:])
         first = self._widths.setdefault(is_training, width)
@@ -191,7 +192,7 @@ class LossCheck:
         before = _buffers(self._loss)
         whole = float(loss(outputs, targets).mean())
         changed = [name for name, held in _buffers(loss).items() if not torch.equal(held, before[name])]
-        if changed and self._world.size == 1:
+        if changed and self._ranks.size == 1:
             return ""
         if changed:
             return (

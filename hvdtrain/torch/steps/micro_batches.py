@@ -18,6 +18,7 @@ from torch import nn
 from hvdtrain.adapter import Fault
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import unpack
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.reduction.exchange import RankGaveUp
@@ -138,7 +139,7 @@ class MicroBatches:
 
     def _largest(self, batch: Batch) -> int:
         """Return the number of samples on the rank that has most."""
-        return -(-batch.global_count // self._world.size) if batch.largest is None else batch.largest
+        return -(-batch.global_count // DataRanks(self._world).size) if batch.largest is None else batch.largest
 
     def _parts(self, batch: Batch) -> int:
         return max(1, -(-self._largest(batch) // self.size)) if self.size else 1

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError
 from hvdtrain.torch.ops.names import parameters_of
@@ -21,7 +22,7 @@ class Names:
     """Exchanges what each rank yields, and what its loss divides by: one small allreduce a yield."""
 
     def __init__(self, names: Sequence[str], world: World) -> None:
-        self._known, self._world = list(names), world
+        self._known, self._ranks = list(names), DataRanks(world)
 
     def agree(
         self, names: Chosen | None, weight: float, begun: Chosen | None = None, *, first: bool = False
@@ -38,8 +39,8 @@ class Names:
         is_known = names is None or set(names) <= set(self._known)
         mine = [names == END, *(name in (names or ()) for name in self._known)]
         vector = np.array([weight, not is_known, names is not None, *mine], float)
-        if self._world.size > 1:
-            vector = self._world.allreduce(vector, name="named_step")
+        if self._ranks.size > 1:
+            vector = self._ranks.allreduce(vector, name="named_step")
         total, unknown, voters, ended, *votes = vector.tolist()
         chosen = tuple(name for name, ranks in zip(self._known, votes, strict=True) if ranks)
         is_equal = voters and all(ranks in (0, voters) for ranks in (ended, *votes))
@@ -52,16 +53,14 @@ class Names:
     def check(self, names: Chosen) -> None:
         """Raise ValueError on this rank, if it yields an unknown name."""
         if not set(names) <= set(self._known):
-            raise ValueError(f"{self._wanted()} Received: {_shown(names)} on rank {self._world.rank}")
+            raise ValueError(f"{self._wanted()} Received: {_shown(names)} on rank {self._ranks.world.rank}")
 
     def _wanted(self) -> str:
         return f"step must yield the name of an optimizer: {', '.join(map(repr, self._known))}."
 
     def _refuse(self, names: Chosen | None, *, is_unknown: bool) -> None:
-        yields = self._world.allgather_object(names, name="named_step.yields")
-        received = ", ".join(
-            f"{_shown(tuple(each))} on rank {rank}" for rank, each in enumerate(yields) if each is not None
-        )
+        yields = self._ranks.allgather_object([self._ranks.world.rank, names], name="named_step.yields")
+        received = ", ".join(f"{_shown(tuple(each))} on rank {rank}" for rank, each in yields if each is not None)
         if is_unknown:
             raise ValueError(f"{self._wanted()} Received: {received}")
         raise DesyncError(

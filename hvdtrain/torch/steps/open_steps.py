@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.adapter import Fault, OpenStep, Options
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.reduction.cut import CutExchange
@@ -49,7 +50,7 @@ class OpenSteps:
         exchange.check(update.parameters)
         expected = update.begin_open(step.samples)
         exchange.open(step, expected=expected)
-        while exchange.is_open and len(step.batches) < step.planned[self._world.rank]:
+        while exchange.is_open and len(step.batches) < step.planned[DataRanks(self._world).rank]:
             if not self._compute(exchange, step):
                 break
         mean = exchange.wait()

@@ -26,6 +26,7 @@ from safetensors.torch import load, save
 
 from hvdtrain.data.trees import num_rows, part_of, tree_map
 from hvdtrain.distributed import agreement, launch_environment
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.steps.training_state import on_device
 
@@ -50,9 +51,9 @@ class StatefulMetrics:
     """The Trainer's metrics with state, by name."""
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, world: World) -> None:
-        self._metrics = [_Metric(str(i), name, each, device, world) for i, (name, each) in enumerate(metrics.items())]
+        self._ranks = ranks = DataRanks(world)
+        self._metrics = [_Metric(str(i), name, each, device, ranks) for i, (name, each) in enumerate(metrics.items())]
         self._gathers = any(each.gathers for each in self._metrics)
-        self._world = world
         self._carried: list[Part] = []  # of ranks that a resumed run no longer has
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -72,16 +73,16 @@ class StatefulMetrics:
 
         With `live`, an epoch is not over: only metrics that are cheap to reduce are returned, without a collective.
         """
-        alone = self._world.size == 1 and not self._carried
+        alone = self._ranks.size == 1 and not self._carried
         of_each = [
             (each, numbers, numbers[1] > 0) for each, numbers in zip(self._metrics, self._split(totals), strict=True)
         ]
         parts = []
         if not live and not alone and (self._gathers or any(has_grown for *_, has_grown in of_each)):
-            with agreement.everywhere(world=self._world, name="metrics"):
+            with agreement.everywhere(world=self._ranks.world, name="metrics"):
                 own = [each.states(sums=has_grown).items() for each, _, has_grown in of_each]
                 mine = _pack([dict(itertools.chain(*own)), *self._carried])
-            parts = [part for data in self._world.allgather_bytes(mine, name="metrics") for part in _unpack(data)]
+            parts = [part for data in self._ranks.allgather_bytes(mine, name="metrics") for part in _unpack(data)]
         found: dict[str, float] = {}
         for each, numbers, has_grown in of_each:
             if live and (not each.is_live or (has_grown and not alone)):
@@ -134,16 +135,16 @@ class StatefulMetrics:
 class _Metric:
     """A copy of one metric, and how its states are combined over ranks."""
 
-    def __init__(self, key: str, name: str, metric: Any, device: torch.device, world: World) -> None:
+    def __init__(self, key: str, name: str, metric: Any, device: torch.device, ranks: DataRanks) -> None:
         torchmetrics: Any = sys.modules.get("torchmetrics")  # never imported here: it is the user's
         known = torchmetrics is not None and isinstance(metric, torchmetrics.Metric | torchmetrics.MetricCollection)
         modules = [each for each in metric.modules() if isinstance(each, torchmetrics.Metric)] if known else []
         classes = {kind.__name__ for each in [metric, *modules] for kind in type(each).__mro__}
-        several = world.size > 1 or launch_environment.is_elastic()
+        several = ranks.size > 1 or launch_environment.is_elastic()
         by_rank = classes.isdisjoint(_NOT_BY_RANK)
         if several and not (known and by_rank):
-            raise ValueError(_refusal(name, metric, known=known, size=world.size))
-        self._key, self._name, self._device, self._world = key, name, device, world
+            raise ValueError(_refusal(name, metric, known=known, size=ranks.size))
+        self._key, self._name, self._device, self._ranks = key, name, device, ranks
         self._metric = copy.deepcopy(metric)  # the user's own stays as it is, on its device
         self._modules: list[Any] = []
         self._updates = 0
@@ -160,7 +161,7 @@ class _Metric:
             for state, default in owner._defaults.items()
         ]
         if several and known:
-            self._refuse_unknown_reductions(torchmetrics.Metric, size=world.size)
+            self._refuse_unknown_reductions(torchmetrics.Metric, size=ranks.size)
         self._sums = {
             full: default
             for full, owner, state, default in self._states
@@ -218,7 +219,7 @@ class _Metric:
         So does a metric that computes one number a batch, such as structural similarity by the range of the batch, or
         that counts in attributes which are no states.
         """
-        whole, *halves = (_Metric(self._key, self._name, self._metric, self._device, self._world) for _ in range(3))
+        whole, *halves = (_Metric(self._key, self._name, self._metric, self._device, self._ranks) for _ in range(3))
         rows = num_rows(outputs)
         try:
             for each, part in zip(
@@ -239,8 +240,8 @@ class _Metric:
             raise ValueError(
                 "A metric must give one process's number on any number of ranks. Received: "
                 f"{self._name}, which gives {expected} for a batch of {rows}, and {found} if two ranks count its "
-                f"halves, on rank {self._world.rank}. It makes one number of a batch, or has attributes that are no "
-                "states. Count in states (add_state), and compute from them; give image metrics a data_range."
+                f"halves, on rank {self._ranks.world.rank}. It makes one number of a batch, or has attributes that are "
+                "no states. Count in states (add_state), and compute from them; give image metrics a data_range."
             )
 
     def states(self, *, sums: bool = True, others: bool = True) -> Part:

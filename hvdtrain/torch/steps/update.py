@@ -15,6 +15,7 @@ from torch import nn
 from hvdtrain.adapter import Fault, Options, Ranks
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import lazy, names
 from hvdtrain.torch.ops.compression import resolve
@@ -70,10 +71,11 @@ class Update:
     def _make_exchanges(self) -> None:
         """Make the optimizer reduce over ranks, if there are any; its parameters have shapes."""
         options, world = self._options, self._world
-        has_peers = world.size > 1 or launch_environment.reduces_alone()
+        has_peers = DataRanks(world).size > 1 or launch_environment.reduces_alone()
         if has_peers and not isinstance(self.optimizer, Together):
             every = [(name, parameter) for parameter, name in self._names.items()]
-            self.optimizer = DistributedOptimizer(self.optimizer, every, options.compression, options.accumulate)
+            how = (every, options.compression, options.accumulate)
+            self.optimizer = DistributedOptimizer(self.optimizer, *how, process_set=world.data_set)
             self.optimizer._hvd_reducer.count_again()
         every_step: Exchange = Overlapped(self.optimizer) if has_peers else Alone(self.optimizer)
         within = self.dense_only('LocalSGD(within="host")', instead="within=None")
@@ -126,7 +128,7 @@ class Update:
         # A scaler makes its scale when it is first used, which a rank without samples never does.
         self.scaler.scale(torch.zeros((), device=self._world.device))
         self.weights.per_sample = 0.0  # ranks begin together, and data may have changed
-        if is_distributed(self.optimizer):
+        if self._world.size > 1 or launch_environment.reduces_alone():
             broadcast_optimizer_state(self.optimizer, root_rank=0)
             self.scaler.load_state_dict(self._world.broadcast_object(self.scaler.state_dict(), name="scaler"))
         for each in self._exchanges.values():

@@ -1,8 +1,9 @@
-"""Data are divided over `DataRanks`, here two of four ranks: the other two train on the same samples."""
+"""What counts samples or replicas is over `DataRanks`, here two of four ranks: the other two see the same samples."""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,16 @@ import torch
 from thread_ranks import on_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
+from hvdtrain.adapter import State
 from hvdtrain.data.reading import as_source
+from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.data_ranks import DataRanks
+from hvdtrain.torch.ops.average_buffers import average_buffers
+from hvdtrain.torch.reduction.loss_weights import LossWeights
+from hvdtrain.torch.steps.metrics import Totals
+from hvdtrain.training.checkpointing import pack
+from hvdtrain.training.pace import Pace
+from hvdtrain.training.progress import RunProgress
 
 ROWS = torch.arange(22.0).reshape(11, 2)
 PAIRS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -61,3 +70,42 @@ def test_each_pair_of_ranks_sees_every_sample_once(kind):
     assert sorted(itertools.chain(*mine, *others)) == ROWS[:, 0].tolist()
     assert counts == counts_there == [len(a) + len(b) for a, b in zip(mine, others, strict=True)]
     assert sum(counts) == len(ROWS)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_a_loss_weighs_its_part_of_the_labels_of_the_data_ranks(pairs):
+    def weigh(world):
+        weights = LossWeights(torch.nn.CrossEntropyLoss(), world)
+        targets = torch.tensor([0] * (world.rank + 1) + [-100])
+        counts = [sum(rank + 2 for rank in pair) for pair in pairs if world.rank in pair]
+        weights.begin([Batch(None, targets, local_count=len(targets), global_count=counts[0])])
+        return weights.factor(0)
+
+    for rank, factor in enumerate(on_ranks(4, weigh, data_sets=pairs)):
+        pair = next(each for each in pairs if rank in each)
+        assert factor == 2 * (rank + 1) / sum(each + 1 for each in pair)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_metrics_and_statistics_are_of_the_data_ranks_and_time_of_all(pairs):
+    def train(world):
+        totals = Totals({}, torch.device("cpu"), world)
+        totals._cells[0].fill_(world.rank)
+        totals.counts[0] = 1.0
+        statistics = torch.tensor([float(world.rank)])
+        adapter = SimpleNamespace(
+            metrics=totals.results,
+            learning_rates=[0.1],
+            average_buffers=lambda: average_buffers([("mean", statistics)], world),
+        )
+        pace = Pace(adapter, world)
+        pace.begin_epoch(seconds=100.0 * world.rank)
+        logs = pace.end_epoch(RunProgress())
+        saved = pack(State(), {}, {"callbacks": {}}, world=world, copy=False).meta["world_size"]
+        return logs["loss"], float(statistics), logs["seconds"], saved
+
+    for rank, (loss, statistics, seconds, saved) in enumerate(on_ranks(4, train, data_sets=pairs)):
+        pair = next(each for each in pairs if rank in each)
+        assert loss == statistics == sum(pair) / 2
+        assert seconds == pytest.approx(300.0, abs=10.0)
+        assert saved == 2  # what the learning rate is scaled by when a run resumes

@@ -29,7 +29,7 @@ class Steps:
 def loaders(monkeypatch):
     """Return a model, and two loaders that it trains on."""
     monkeypatch.setattr("hvdtrain.torch.prepare.average_buffers", lambda buffers, world: None)
-    model, world = torch.nn.Linear(2, 1, bias=False), SimpleNamespace(rank=0, size=2)
+    model, world = torch.nn.Linear(2, 1, bias=False), SimpleNamespace(rank=0, size=2, data_set=None)
     plain = DataLoader(TensorDataset(torch.ones(1, 2)), batch_size=4)
     return model, *(PreparedLoader(plain, Steps(mine), model, world) for mine in (1, 2))
 
