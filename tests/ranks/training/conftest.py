@@ -19,7 +19,6 @@ FRAMEWORK = os.environ.get("HVDTRAIN_TEST_FRAMEWORK", "torch")
 @pytest.fixture(scope="session")
 def world():
     os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # read once, by init; a test counts what travels
-    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # lets a test add one
     return hvdtrain.init(FRAMEWORK)
 
 
