@@ -13,7 +13,7 @@ from hvdtrain.adapter import Adapter, Options, State, framework_of
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.data.reading import as_source
-from hvdtrain.data.sources import Sharded
+from hvdtrain.data.sources import Sharded, Source
 from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.data_ranks import DataRanks
@@ -295,9 +295,9 @@ class Trainer:
         balance: str | list[float] | None,
     ) -> None:
         """Train with the current ranks, from the last commit, a checkpoint or the beginning."""
-        world, ranks, of_rank = self.world, DataRanks(self.world), self._of_rank(batch_size)
+        world, of_rank = self.world, self._of_rank(batch_size)
         if self._elastic:
-            self._lr.scale_to(ranks.size)
+            self._lr.scale_to(DataRanks(world).size)
             agreement.require_equal(self._config, world=world, what="the Trainer's options")
         checkpoints = [hook.checkpoint for hook in hooks if hook.checkpoint is not None]
         sets = named_sets(validation, train.keys() if isinstance(train, Mapping) else None)
@@ -310,15 +310,7 @@ class Trainer:
         check_end(source.facts, budget)
         if world.is_root and budget.epochs != 1:
             warn_of_stale_epochs(train.data if isinstance(train, Sharded) else train)
-        of_steps: dict[str, Any] = {"ranks": ranks, "accumulate": self._config["accumulate"]}
-        steps: Steps
-        if self._cutoff is None:
-            shares = None if balance is None else Balance(balance, source, size=ranks.size)
-            steps = OrdinarySteps(source, balance=shares, **of_steps)
-        else:
-            steps = CutoffPlan(self._cutoff, source, **of_steps)
-        if balance is not None:
-            self._warn_of_shares()
+        steps = self._make_steps(source, balance)
         sources = {
             name: as_source(each, **of_rank, what=f"validation data {name!r}" if name else "validation data")
             for name, each in sets.items()
@@ -335,13 +327,20 @@ class Trainer:
         )  # fmt: skip
         self._loop.run(fit)
 
-    def _warn_of_shares(self) -> None:
-        """Warn on the root if a step depends on how ranks divide its samples."""
+    def _make_steps(self, source: Source, balance: str | list[float] | None) -> Steps:
+        """Return the steps of a fit; warn on the root if a step depends on how ranks divide its samples."""
+        of_steps: dict[str, Any] = {"ranks": DataRanks(self.world), "accumulate": self._config["accumulate"]}
+        if self._cutoff is not None:
+            return CutoffPlan(self._cutoff, source, **of_steps)
+        if balance is None:
+            return OrdinarySteps(source, **of_steps)
+        shares = Balance(balance, source, size=DataRanks(self.world).size)
         if self._adapter.couples_samples and self.world.is_root:
             log.warning(
                 "balance: BatchNorm normalizes each rank's part of a step by itself, so the gradient depends on the "
                 "shares. With SyncBatchNorm, or a normalization of single samples, it does not."
             )
+        return OrdinarySteps(source, balance=shares, **of_steps)
 
     def _describe_strategy(self) -> list[str]:
         """Return log lines on what the options of `sync` mean for this fit."""
