@@ -130,7 +130,7 @@ class TorchAdapter:
     def step_taken(self) -> bool:
         """False if the last step was refused, or loss scaling skipped the updates of all its optimizers."""
         updates = [*self._updates.values(), *self._joined.values()]
-        tried = [each.was_taken for each in updates if each.was_taken is not None]
+        tried = [each.step.was_taken for each in updates if each.step.was_taken is not None]
         return self.fault is None and (not tried or any(was_taken() for was_taken in tried))
 
     @property
@@ -236,7 +236,7 @@ class TorchAdapter:
 
     def delay(self, between_exchanges: Callable[[], None]) -> None:
         """Apply each step's gradient in the step after it."""
-        self._update.delay(between_exchanges)
+        self._update.exchanges.delay(between_exchanges)
 
     def weight_access(self) -> WeightAccess:
         """Return access to weights and optimizer state."""
@@ -286,7 +286,7 @@ class TorchAdapter:
     def _begin_step(self) -> bool:
         """Let the model train; return whether this is the first step since metrics were reset."""
         for update in [*self._updates.values(), *self._joined.values()]:
-            update.was_taken = None
+            update.step.was_taken = None
         first = not self._training
         if first:
             self._totals.clear()  # of an evaluation that was interrupted
@@ -445,7 +445,7 @@ class TorchAdapter:
         self._end_open_steps()
         fault = self._update.finish()
         for update in self._updates.values():
-            update.detach()
+            update.exchanges.detach()
         return fault
 
     def average_buffers(self) -> None:
@@ -459,13 +459,13 @@ class TorchAdapter:
     def state(self) -> State:
         """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""
         state = training_state.capture(self._model, self._optimizers())
-        arrays, meta = self._update.exchange.state()
+        arrays, meta = self._update.exchanges.used.state()
         return replace(state, arrays=state.arrays | arrays, meta=state.meta | meta, pending=frozenset(arrays))
 
     def load_state(self, state: State) -> None:
         """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
         training_state.restore(state, self._model, self._optimizers())
-        self._update.exchange.load(state.arrays, state.meta)
+        self._update.exchanges.used.load(state.arrays, state.meta)
 
     def _forward(self, batch: Batch, counted: Counted, *, again: bool = False) -> tuple[torch.Tensor, Counted]:
         """Return the loss, a scalar, and what counts of the batch; add both to the metrics, unless run `again`."""

@@ -87,7 +87,7 @@ class MicroBatches:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if not self.adapts or update.is_reducing:  # then other ranks have reduced, and take the step
+                if not self.adapts or update.step.is_reducing:  # then other ranks have reduced, and take the step
                     error.args = (f"{error}\n{_ADVICE}",)
                     raise
                 failure = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -35,7 +35,7 @@ class OpenSteps:
     ) -> None:
         self._update, self._forward, self._world, self._options = update, forward, world, options
         self._attempt = Attempt(model, totals)
-        self._dense_only = update.dense_only("cutoff", instead="leave out cutoff")
+        self._dense_only = update.exchanges.dense_only("cutoff", instead="leave out cutoff")
         self._exchange: CutExchange | None = None
         self._losses: list[Tensor] = []
 
@@ -44,7 +44,7 @@ class OpenSteps:
         update = self._update
         if self._exchange is None:
             named = {parameter: update.name_of(parameter) or "" for parameter in update.parameters}
-            self._exchange = CutExchange(named, update.exchange.compressor, self._options, self._world)
+            self._exchange = CutExchange(named, update.exchanges.used.compressor, self._options, self._world)
             self._exchange.start()
         exchange, self._losses = self._exchange, []
         exchange.check(update.parameters)
@@ -56,7 +56,7 @@ class OpenSteps:
         mean = exchange.wait()
         step.counts = mean.counts
         is_cut = bool((mean.counts < step.whole).any())
-        if not update.is_mean_refused(mean.gradients, mean.weight, mean.samples, is_cut=is_cut):
+        if update.step_with_mean(mean.gradients, mean.weight, mean.samples, is_cut=is_cut):
             return None
         loss = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
         return Fault(update.drop_gradients(), update.name_of(mean.fault), loss, list(step.batches))

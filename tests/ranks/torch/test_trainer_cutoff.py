@@ -174,7 +174,7 @@ def test_a_loss_by_element_is_a_mean_or_a_sum_of_what_came(world, reduction):
 @pytest.mark.world_size(2)
 def test_no_step_keeps_the_losses_of_those_before(world):
     trainer = kit.fit(model(), "sgd", data(96), accumulate=2, cutoff=1.0)
-    assert len(trainer._adapter._update._losses) <= 2
+    assert len(trainer._adapter._update.step.losses) <= 2
 
 
 @pytest.mark.world_size(2)
