@@ -27,7 +27,7 @@ Need = Literal["weights", "lone steps", "host steps", "weights in flight", "dela
 
 @dataclass(frozen=True)
 class Refusal:
-    """What an adapter cannot do for one of these needs, and the reason, with what to use instead."""
+    """Something that an adapter cannot do for one of these needs, with the reason and an alternative."""
 
     needs: tuple[Need, ...]
     received: str
@@ -36,7 +36,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Needs:
-    """What an option of the Trainer needs of an adapter."""
+    """The needs that an option of the Trainer has of an adapter."""
 
     option: str  # as messages name it
     reason: str

@@ -1,4 +1,4 @@
-"""When a run saves checkpoints, and where."""
+"""Save checkpoints of a run: the schedule and the folder."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     arrays: dict[str, Arrays]  # groups of arrays by the stem of their file: "model" is model.safetensors
     meta: dict[str, Any]  # anything that JSON can say
@@ -67,7 +67,7 @@ class FileEntry(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a manifest says."""
+    """The contents of a manifest."""
 
     files: dict[str, FileEntry]  # by name
     finite: bool | None  # whether training can resume from its numbers; None in older manifests, which do not say

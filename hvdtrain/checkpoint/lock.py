@@ -31,7 +31,7 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder; by default this process, from now on."""
+    """The holder of a folder; by default this process, from now on."""
 
     run: str  # its id
     name: str  # its name, for people

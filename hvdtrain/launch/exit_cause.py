@@ -1,4 +1,4 @@
-"""Why a job ended: what the launcher prints about its ranks, and the files that ranks leave."""
+"""Find why a job ended, from the launcher's output about its ranks and the files that ranks leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When and how ranks synchronize: in every step (the default), or by a strategy; one strategy a file."""
+"""Synchronize ranks: in every step (the default), or by a strategy; one strategy a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples of a step each rank takes: equal parts, parts as given, or parts by measured speed."""
+"""Divide the samples of a step among ranks: equally, as given, or by measured speed."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class CutoffPlan:
 
     @property
     def was_cut(self) -> bool:
-        """Whether a rank may be behind after the last step; False after many such steps in a row."""
+        """True if a rank may be behind after the last step; False after many such steps in a row."""
         return 0 < self._cut_in_a_row < _MOST_CUT_IN_A_ROW
 
     def step_of(self, adapter: Adapter) -> Callable[[OpenStep], None]:

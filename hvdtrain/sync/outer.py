@@ -30,7 +30,7 @@ class Outer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether an exchange has been started, and not finished."""
+        """True if an exchange was started and is not finished."""
         return self._wait is not None
 
     def begin(self) -> None:

@@ -22,7 +22,7 @@ _VELOCITY = "sync.velocity."  # of names in checkpoints
 
 @dataclass(frozen=True)
 class Period:
-    """When ranks synchronize which part of the weights, and how the mean of their changes is applied."""
+    """The steps at which ranks synchronize parts of the weights, and the way in which the mean change is applied."""
 
     every: int  # steps
     after_steps: int = 0  # these first steps are synchronous
@@ -34,7 +34,7 @@ class Period:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether exchanges leave ranks unequal, because parts are exchanged after different steps, or late."""
+        """True if exchanges leave ranks unequal, because parts are exchanged after different steps, or late."""
         return self.fragments > 1 or self.overlap > 0
 
 

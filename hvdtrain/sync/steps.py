@@ -30,7 +30,7 @@ class Steps(Protocol):
 
     @property
     def was_cut(self) -> bool:
-        """Whether a rank may be behind after the last step, so that what needs all ranks should wait."""
+        """True if a rank may be behind after the last step: an action of all ranks should then be postponed."""
 
     def step_of(self, adapter: Adapter) -> Callable[[Any], None]:
         """Return the adapter's function that takes a step of `groups`."""

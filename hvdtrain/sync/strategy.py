@@ -16,7 +16,7 @@ class Strategy:
 
     @property
     def needs(self) -> Needs:
-        """What an adapter must be able to do."""
+        """The operations that an adapter must have."""
         raise NotImplementedError
 
     def synchronizer(self, adapter: Adapter, options: Options, world: World) -> Synchronizer:

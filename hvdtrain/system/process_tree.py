@@ -134,7 +134,7 @@ def end(run_dir: str | None, *, below: int | None = None, without: tuple[int, ..
 
 
 def guard(run_dir: str, elsewhere: list[str]) -> None:
-    """When standard input ends without DONE, end the job, remove its folder, and run `elsewhere`, for other hosts."""
+    """Wait until standard input ends; without DONE, end the job, remove its folder, run `elsewhere` for other hosts."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)
     if sys.stdin.buffer.read() != DONE:

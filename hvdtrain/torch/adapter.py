@@ -1,4 +1,4 @@
-"""How the Trainer's steps are taken in PyTorch."""
+"""Take the Trainer's steps in PyTorch."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class TorchAdapter:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """What each parameter group has besides what torch's schedulers keep there and how steps are computed."""
+        """The settings of each parameter group, without the values of torch's schedulers and of fused steps."""
         return training_state.settings(self._groups())
 
     @settings.setter

@@ -1,4 +1,4 @@
-"""What `hvdtrain bench` measures with PyTorch: one allreduce, and the steps of a standard model."""
+"""Measure with PyTorch for `hvdtrain bench`: one allreduce, and the steps of a standard model."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hvdtrain.torch.ops.wire import as_real, from_real
 
 
 class Compressor:
-    """How gradients travel. By default `compress` makes each smaller, and an allreduce adds them up.
+    """The form in which gradients are sent. By default `compress` makes each smaller, and an allreduce adds them up.
 
     For a compression without a memory, give a subclass two static methods, `compress` and `decompress`, as for Horovod.
     For one with a memory, or with collectives of its own, write `exchange`, and `bind`, `state` and `load`.

@@ -16,7 +16,7 @@ from hvdtrain.torch.ops.wire import from_real, to_reduce
 
 @dataclass(frozen=True)
 class Reduction:
-    """How to reduce: Horovod's arguments that all of allreduce's forms share, under Horovod's names."""
+    """The arguments that all forms of Horovod's allreduce share, under Horovod's names."""
 
     op: int = Average
     prescale_factor: float = 1.0

@@ -1,4 +1,4 @@
-"""How a tensor is sent: contiguous, and of a type that Horovod knows."""
+"""Make tensors contiguous, and of a type that Horovod knows, to send them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How the gradients of a rank's backward passes become what the optimizers of all ranks step with."""
+"""Turn the gradients of each rank's backward passes into those with which all ranks step."""

@@ -47,7 +47,7 @@ _END_S = 2.0  # at most, for the threads of other ranks to learn that this rank 
 
 @dataclass
 class _Contribution:
-    """What this rank has contributed to the open step."""
+    """The contribution of this rank to the open step."""
 
     gradients: dict[Parameter, Tensor] = field(default_factory=dict)  # sums over batches
     weight: float = 0.0  # the sum of `Counted.weight` over batches
@@ -115,7 +115,7 @@ class CutExchange(threading.Thread):
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank can contribute to its step."""
+        """True if this rank can contribute to its step."""
         return self._closed < self._opened and self._error is None
 
     def contribute(self, weight: float, samples: int) -> bool:

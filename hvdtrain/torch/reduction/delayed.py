@@ -221,7 +221,7 @@ class _Sent:
 
     @property
     def is_stale(self) -> bool:
-        """Whether Horovod was shut down since, as an elastic job does when ranks change."""
+        """True if Horovod was shut down since, as an elastic job does when ranks change."""
         return self._numbers.is_stale
 
     def wait(self) -> Reduced:

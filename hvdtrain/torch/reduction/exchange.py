@@ -29,7 +29,7 @@ class RankGaveUp(Exception):  # noqa: N818 - caught by whoever repeats the step
 
 @dataclass(frozen=True)
 class Made:
-    """What this rank's backward passes have made, besides the parameters' gradients."""
+    """The results of this rank's backward passes, besides the parameters' gradients."""
 
     weights: LossWeights
     scale: Callable[[], float]  # of the loss scaling; a call waits for a GPU
@@ -38,7 +38,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Applied:
-    """What the parameters' gradients are once they are averaged."""
+    """Facts about the parameters' gradients after they were averaged."""
 
     counts_nothing: bool = False  # no sample counted on any rank: with SyncBatchNorm, gradients are zeros
     factor: float = 1.0  # corrects the scale of a loss of this step, as it has corrected the gradients'
@@ -86,7 +86,7 @@ class Exchange:
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
-        """What this rank keeps for later steps: which gradients travel together, and the compressor's memory."""
+        """State of this rank for later steps: the gradients that are sent together, and the compressor's memory."""
         packed = {} if self.packed is None else {_PACKED: self.packed}
         return packed | self.compressor.state()
 
@@ -101,7 +101,7 @@ class Exchange:
 
     @property
     def packed(self) -> NDArray[Any] | None:
-        """Which gradients travel together, equal on all ranks; None if there is no choice."""
+        """Flags of the gradients that are sent together, equal on all ranks; None if there is no choice."""
         return None
 
     @packed.setter

@@ -1,4 +1,4 @@
-"""What a batch weighs in a step, so that N ranks give the gradient of one process."""
+"""Weigh the batches of a step, so that N ranks give the gradient of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, int, NDArray[np.float6
 
 
 class Counted(NamedTuple):
-    """What counts of a batch in its loss and metrics."""
+    """The weights of a batch in the loss and the metrics."""
 
     weight: float  # what the batch's mean loss was divided by, up to a factor that is the same for every batch
     factor: float  # makes the loss a sum: `weight`, or 1 for a loss that is a sum

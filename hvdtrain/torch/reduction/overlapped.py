@@ -44,7 +44,7 @@ class Overlapped(Exchange):
 
     @property
     def packed(self) -> NDArray[Any] | None:
-        """Which small gradients travel in a bucket."""
+        """Flags of the small gradients that are sent in a bucket."""
         packed: NDArray[Any] | None = self._optimizer._hvd_reducer.packed
         return packed
 

@@ -1,4 +1,4 @@
-"""What is reduced in one operation: a gradient, a group of gradients, or a bucket under bf16 compression."""
+"""Reduce in one operation a gradient, a group of gradients, or a bucket under bf16 compression."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.torch.ops.wire import is_native, same_memory
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """How gradients are to be reduced; see `DistributedOptimizer`."""
+    """The options by which gradients are reduced; see `DistributedOptimizer`."""
 
     compression: Compressor = Compression.none  # bound to the parameters
     op: int = Average

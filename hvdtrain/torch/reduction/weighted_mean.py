@@ -24,7 +24,7 @@ class WeightedMean:
 
     @property
     def numbers(self) -> list[float]:
-        """What a rank sends; as many numbers on all ranks, also where others have no weight or FAILED."""
+        """The numbers that a rank sends; as many on all ranks, also where others have no weight or FAILED."""
         return [self.weight or 0.0, *self.flags]
 
     def receive(self, sums: Sequence[float]) -> None:

@@ -1,1 +1,1 @@
-"""How the Trainer takes a step: compute, undo, reduce, update, and what metrics count."""
+"""Take the Trainer's steps: compute, undo, reduce, update, and count for metrics."""

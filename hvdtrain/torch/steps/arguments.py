@@ -1,4 +1,4 @@
-"""What the Trainer refuses of a torch model, its optimizers, loss and step."""
+"""Check a torch model, its optimizers, loss and step for what the Trainer cannot train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch becomes a loss in PyTorch: by the model's outputs and a loss function, or by the user's own step."""
+"""Compute the loss of a batch in PyTorch, by a loss function of the model's outputs or by the user's own step."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def named_metrics(metrics: Any, loss: Any) -> dict[str, Any]:
 
 
 class Accuracy:
-    """Whether each prediction is correct: of scores (batch, classes, ...) for class indices or probabilities.
+    """Accuracy: true for each correct prediction, of scores (batch, classes, ...) for class indices or probabilities.
 
     Outputs of the targets' shape are binary scores: logits, or probabilities if the loss is BCELoss. Without a loss, in
     a step of the user's own, classes may also be on the last axis, and targets of -100 are ignored.

@@ -52,7 +52,7 @@ class MicroBatches:
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:
-        """What "auto" has found, equal on all ranks."""
+        """The size that "auto" has found, equal on all ranks."""
         return {"max.micro_batch": np.array([self.size])} if self.adapts else {}
 
     @rank_state.setter
