@@ -53,7 +53,7 @@ def make_adapter(
         )
     plain = _plain_optimizer(model, optimizer, loss, metrics)
     for needs in options.needs:
-        needs.check([*_refusals(model), *delayed.refusals(model, plain, options)])
+        needs.check([*_refusals(model, world), *delayed.refusals(model, plain, options)])
     layers = model._flatten_layers(include_self=True)
     _refuse_synchronized(layers, world)
     if options.precision != "fp32":  # variables stay float32
@@ -83,11 +83,12 @@ def make_adapter(
     return KerasAdapter(model, options, world)
 
 
-def _refusals(model: keras.Model) -> Iterator[Refusal]:
+def _refusals(model: keras.Model, world: World) -> Iterator[Refusal]:
     """Yield what Keras cannot do, and what this model cannot."""
     kind = "a Keras model"
     yield Refusal(("open steps",), kind, "its compiled step computes a batch and applies the gradient; use balance")
-    yield Refusal(("host steps",), kind, "its compiled step reduces over all ranks or none; leave out `within`")
+    if world.size > 1:  # one process steps alone
+        yield Refusal(("host steps",), kind, "its compiled step reduces over all ranks or none; leave out `within`")
     reason = "an exchange passes through the host, and a step would wait for it; leave out fragments and overlap"
     yield Refusal(("weights in flight",), kind, reason)
     if not model.built:
@@ -280,7 +281,7 @@ class KerasAdapter:
     def reduce_over(self, ranks: Ranks) -> None:
         """Reduce the next steps' gradients over all ranks or none."""
         self._alone = ranks == "none"
-        changed = [part.use(ALONE if self._alone else EVERY_STEP) for part in self._parts]
+        changed = [part._hvd_use(ALONE if self._alone else EVERY_STEP) for part in self._parts]
         if any(changed):
             self._model.train_function = None
 
@@ -341,7 +342,7 @@ class KerasAdapter:
         """Apply each step's gradient in the step after it."""
         [part] = self._parts
         self._delayed = delayed.Delayed(self._model, self._world, between_exchanges)
-        part.use(self._delayed)
+        part._hvd_use(self._delayed)
 
     def abandon(self) -> None:
         """Do nothing: no exchange is in flight between steps."""

@@ -10,7 +10,7 @@ _backend = backend_module()
 
 
 class Exchange:
-    """Makes of a step's gradients those that are applied. By default they are this rank's own."""
+    """Turns a step's gradients into the gradients that the optimizer applies. By default they are this rank's own."""
 
     reduces = False  # True if a step has collectives, for which ranks agree on the model before the first one
 
@@ -24,7 +24,7 @@ class Exchange:
             part: the `DistributedMixin`.
             gradients: of its current `variables`.
         """
-        factor = part.reduction.factor
+        factor = part._hvd_how.factor
         return gradients if factor == 1.0 else [g * factor for g in gradients], None
 
 
@@ -35,9 +35,9 @@ class EveryStep(Exchange):
 
     def finish(self, part: Any, gradients: list[Any]) -> tuple[list[Any], Any]:
         """Return the mean over ranks."""
-        if not part.reduction.active():
+        if not part._hvd_how.active():
             return super().finish(part, gradients)
-        return _backend.on_update_step(part, part.reduce, list, gradients), None
+        return _backend.on_update_step(part, part._hvd_reduce, list, gradients), None
 
 
 class Reduced(Exchange):

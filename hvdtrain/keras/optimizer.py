@@ -50,23 +50,13 @@ class DistributedMixin(keras.optimizers.Optimizer):
         # Not through Keras's and TensorFlow's __setattr__, which would track it.
         return self.__dict__.setdefault("_hvdtrain_state", _StepState())  # type: ignore[no-any-return]
 
-    def use(self, exchange: Exchange) -> bool:
+    def _hvd_use(self, exchange: Exchange) -> bool:
         """Exchange gradients in this way from the next step on; return True if a step must be compiled again."""
         state = self._hvd_state
         if not exchange.reduces and state.number is None and self._hvd_how.active():
             self.agree_on_model()  # before a step, which loss scaling may end early on one rank alone
         changes, state.exchange = state.exchange is not exchange, exchange
         return changes and keras.backend.backend() != "torch"
-
-    @property
-    def reduction(self) -> GradientReduction:
-        """The options of the reduction."""
-        return self._hvd_how
-
-    @property
-    def step_variables(self) -> list[Any]:
-        """The variables of the current or last step; none before the first."""
-        return self._hvd_state.variables
 
     @property
     def batch_weight(self) -> Any:
@@ -242,12 +232,12 @@ class DistributedMixin(keras.optimizers.Optimizer):
     def _prefix(self) -> str:
         return f"{self._hvd_how.name or f'Distributed{type(self).__name__}'}.{self._hvd_state.number}"
 
-    def names(self, variables: Sequence[Any]) -> list[str]:
+    def _hvd_names(self, variables: Sequence[Any]) -> list[str]:
         """Return the names of the reductions of these variables' gradients, equal on all ranks."""
         index = self._get_variable_index
         return [f"{self._prefix}.{index(v)}.{without_counters(path(v))}" for v in variables]
 
-    def reduce(self, grads: list[Any]) -> list[Any]:
+    def _hvd_reduce(self, grads: list[Any]) -> list[Any]:
         """Return the gradients of `step_variables`, reduced over ranks but for those of local variables."""
         how, variables = self._hvd_how, self._hvd_state.variables
         local = {identity(v) for v in how.local_variables}
@@ -256,7 +246,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         shared = [i for i, v in enumerate(variables) if identity(v) not in local]
         if shared:
             chosen = [variables[i] for i in shared]
-            results = _backend.reduce_gradients([grads[i] for i in shared], self.names(chosen), chosen, how)
+            results = _backend.reduce_gradients([grads[i] for i in shared], self._hvd_names(chosen), chosen, how)
             for i, result in zip(shared, results, strict=True):
                 reduced[i] = result
         return reduced

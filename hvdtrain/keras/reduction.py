@@ -55,21 +55,21 @@ class BF16Compressor(Compressor):
 class Compression:
     """The choices for `DistributedOptimizer(compression=...)`."""
 
-    none = NoneCompressor()
-    fp16 = FP16Compressor()
-    bf16 = BF16Compressor()
+    none = NoneCompressor  # classes, as Horovod's are
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
 
 
 def resolve(compression: Any) -> Compressor:
     """Return the compressor meant by `compression`: ours, or Horovod's or hvdtrain.torch's of the same name."""
     if isinstance(compression, Compressor):
         return compression
-    name = getattr(compression, "__name__", type(compression).__name__)
-    for ours in (Compression.none, Compression.fp16, Compression.bf16):
-        if name == type(ours).__name__:
-            return ours
     if isinstance(compression, type) and issubclass(compression, Compressor):
         return compression()
+    name = getattr(compression, "__name__", type(compression).__name__)
+    for ours in (NoneCompressor, FP16Compressor, BF16Compressor):
+        if name == ours.__name__:
+            return ours()
     raise ValueError(f"compression must be Compression.none, .fp16 or .bf16. Received: {compression!r}")
 
 
@@ -78,7 +78,7 @@ class GradientReduction:
     """The options of a reduction of gradients over ranks, equal on all of them; see `DistributedOptimizer`."""
 
     op: int = basics.Average
-    compression: Compressor = Compression.none
+    compression: Compressor = field(default_factory=NoneCompressor)
     factor: float = 1.0  # of the result: undoes Keras's division by the accumulation steps where sums are wanted
     predivide: float = 1.0  # divides before the sum and multiplies after it, to keep float16 sums in range
     sparse_as_dense: bool = False

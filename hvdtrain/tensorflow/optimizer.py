@@ -51,7 +51,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if module is None:
         return optimizer
     kind = resolve(compression)
-    if kind is Compression.bf16:
+    if kind.wire == "bfloat16":
         raise ValueError("An optimizer of tf.compat.v1 takes Compression.none or .fp16. Received: Compression.bf16")
-    theirs = module.Compression.fp16 if kind is Compression.fp16 else module.Compression.none
+    theirs = module.Compression.fp16 if kind.wire == "float16" else module.Compression.none
     return module.DistributedOptimizer(optimizer, use_locking=use_locking, compression=theirs, **how)

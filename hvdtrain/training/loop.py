@@ -1,8 +1,8 @@
 """The epochs and steps of `Trainer.fit`.
 
-From `fit(train)` to the framework's step the data passes through eight functions: `Trainer.fit`, `Trainer._fit_round`,
-`as_source`, `OrdinarySteps.__init__`, `Source.epoch`, `IndexedSource.batch`, `Loop._take_steps` and
-`Adapter.train_step`.
+From `fit(train)` to the framework's step the data passes through nine functions: `Trainer.fit`, `Trainer._fit_round`,
+`as_source`, `Trainer._make_steps`, `OrdinarySteps.__init__`, `Source.epoch`, `IndexedSource.batch`,
+`Loop._take_steps` and `Adapter.train_step`.
 """
 
 from __future__ import annotations

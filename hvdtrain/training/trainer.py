@@ -548,6 +548,7 @@ class Trainer:
 
     def repair(self) -> None:
         """Give every rank the root's weights and optimizer state; a collective call."""
+        self._sync.state()  # waits for a gradient that is in flight, which `start` then gives to all ranks
         self._sync.start()
 
     def local_metrics(self) -> dict[str, float]:

@@ -113,12 +113,12 @@ def start(
     hvd: Any = basics.running()
     if how.compression.wire == "bfloat16":
         # Not at the top: a Keras process without ranks needs nothing of it.
-        from hvdtrain.torch.ops.compression import Compression
+        from hvdtrain.torch.ops.compression import BF16Compressor
         from hvdtrain.torch.ops.submit import Reduction
 
         process_set = how.process_set or hvd.global_process_set
         in_all = Reduction(hvd.Sum, postscale_factor=how.sum_factor, process_set=process_set)
-        return Compression.bf16.exchange(gradients, in_all, names[0]).wait
+        return BF16Compressor().exchange(gradients, in_all, names[0]).wait
     wires = [how.compression.compress(g)[0].contiguous() for g in gradients]
     common: dict[str, Any] = {"op": how.op, **how.scales, **in_set(how.process_set)}
     groups = how.buckets(variables)

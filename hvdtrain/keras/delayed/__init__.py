@@ -72,8 +72,8 @@ class Delayed(Exchange):
 
     def finish(self, part: Any, gradients: list[Any]) -> tuple[list[Any], Any]:
         """Return the mean of the step before, and whether there is one."""
-        variables, how = part.step_variables, part.reduction
-        names = part.names(variables) if how.active() else []
+        variables, how = part._hvd_state.variables, part._hvd_how
+        names = part._hvd_names(variables) if how.active() else []
 
         def swap(gradients: list[Any]) -> Any:
             return self._in_flight.swap(gradients, names, variables, how)
@@ -111,12 +111,12 @@ class Delayed(Exchange):
             return
         part: Any = self._model.optimizer
         passes, part.gradient_accumulation_steps = part.gradient_accumulation_steps, None
-        part.use(REDUCED)
+        part._hvd_use(REDUCED)
         try:
             part.apply_gradients(pairs)
         finally:
             part.gradient_accumulation_steps = passes
-            part.use(self)
+            part._hvd_use(self)
         part._iterations.assign_add((passes or 1) - 1)  # `apply` has counted one pass
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -128,7 +128,7 @@ class Delayed(Exchange):
         """Restore it. A checkpoint of a run without a delay has none."""
         variables = training_state.weights_by_name(self._model)
         pairs = [(v, arrays[_PREFIX + name]) for name, v in variables.items() if _PREFIX + name in arrays]
-        self._in_flight.put(pairs if _META in meta else None)
+        self._in_flight.put(pairs if pairs and _META in meta else None)
 
     def _named(self, pairs: Any) -> dict[str, Any] | None:
         """Return gradients by the names of their weights."""

@@ -35,7 +35,8 @@ class InFlight(Handle):
             begin = partial(_alone, how.factor)
         shapes = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in wires]
         # The callback holds no traced value but its arguments: JAX may run it long after this trace is gone.
-        on_host = partial(self._swap_on_host, list(variables), begin, buckets)
+        as_gradients = partial(_cast, begin, [g.dtype for g in gradients])
+        on_host = partial(self._swap_on_host, list(variables), as_gradients, buckets)
         late, there = io_callback(on_host, (shapes, jax.ShapeDtypeStruct((), jnp.bool_)), *wires, ordered=True)
         return [r.astype(g.dtype) for r, g in zip(late, gradients, strict=True)], there
 
@@ -55,6 +56,12 @@ class InFlight(Handle):
         """Start to reduce what the step has kept."""
         jax.effects_barrier()  # the step's results may be there before its callback has returned
         super().launch()
+
+
+def _cast(begin: Callable[..., Any], dtypes: list[Any], **given: Any) -> Callable[[], list[Any]]:
+    """Start as `begin` does. The means have the gradients' types, in which checkpoints hold them."""
+    wait = begin(**given)
+    return lambda: [np.asarray(mean, dtype) for mean, dtype in zip(wait(), dtypes, strict=True)]
 
 
 def _alone(factor: float, *, shapes: list[Any], flat: list[Any]) -> Callable[[], list[Any]]:

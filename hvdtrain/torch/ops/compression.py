@@ -157,9 +157,9 @@ def _alltoall_and_allgather(tensors: Sequence[Tensor], how: Reduction, name: str
 class Compression:
     """The compressors there are, by the names that `Trainer(compression=...)` takes; `none` is the default."""
 
-    none = NoneCompressor()
-    fp16 = FP16Compressor()
-    bf16 = BF16Compressor()
+    none = NoneCompressor  # classes, as Horovod's are: scripts subclass them
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
 
 
 class _Foreign(Compressor):
@@ -167,7 +167,8 @@ class _Foreign(Compressor):
 
     def __init__(self, methods: Any) -> None:
         self.compress, self.decompress = methods.compress, methods.decompress  # type: ignore[method-assign]
-        self.name = getattr(methods, "__name__", type(methods).__name__)
+        name = getattr(methods, "__name__", type(methods).__name__)
+        self.name = {"NoneCompressor": "none", "FP16Compressor": "fp16"}.get(name, name)  # Horovod's own
 
 
 def resolve(compression: Any) -> Compressor:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from hvdtrain.adapter import Fault
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch.ops.compression import Compression, Compressor
+from hvdtrain.torch.ops.compression import Compressor, NoneCompressor
 from hvdtrain.torch.reduction.loss_weights import LossWeights
 
 _PACKED = "max.packed"
@@ -55,7 +55,7 @@ class Exchange:
     """
 
     can_give_up = False  # True if ranks wait in `finish` of the same step, and learn there that this rank gives up
-    compressor: Compressor = Compression.none  # bound to the parameters
+    compressor: Compressor = NoneCompressor()  # bound to the parameters
 
     def finish(self, made: Made) -> Applied:
         """Average the gradients; a collective. RankGaveUp where a rank has called `give_up`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.ops.compression import Compression, Compressor
-from hvdtrain.torch.ops.engine import Average, Handle, Staged
+from hvdtrain.torch.ops.compression import Compressor, NoneCompressor
+from hvdtrain.torch.ops.engine import Average, Handle, Staged, Sum
 from hvdtrain.torch.ops.reduce_ops import sparse_allreduce_async
 from hvdtrain.torch.ops.submit import Reduction
 from hvdtrain.torch.ops.wire import is_native, same_memory
@@ -23,7 +23,7 @@ from hvdtrain.torch.ops.wire import is_native, same_memory
 class ReducerOptions:
     """The options by which gradients are reduced; see `DistributedOptimizer`."""
 
-    compression: Compressor = Compression.none  # bound to the parameters
+    compression: Compressor = field(default_factory=NoneCompressor)  # bound to the parameters
     op: int = Average
     gradient_predivide_factor: float = 1.0
     groups: Any = None
@@ -93,8 +93,10 @@ class ReductionUnit:
             self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
             return
         self._is_dense = True
-        # Joined ranks can take part in an allreduce only.
-        compressor = self._compressor if not self._compressor.needs_all_ranks or all_active() else Compression.none
+        # Joined ranks can take part in an allreduce only, and a minimum or a product has no other form.
+        compressor = self._compressor
+        if compressor.needs_all_ranks and not (options.op in (Average, Sum) and all_active()):
+            compressor = NoneCompressor()
         tensors = [dense_gradient(p) for p in self.params]
         self._handle = compressor.exchange(tensors, self.how, self.names[0], self.names)
 

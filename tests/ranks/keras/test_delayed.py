@@ -207,3 +207,30 @@ def test_a_gradient_is_reduced_while_the_next_step_computes(monkeypatch):
     step = ["begin", "wait", "heartbeat", "start"]
     # SyncCheck, which Trainer adds, compares ranks after the first step, and waits for its gradient.
     assert events == ["begin", "heartbeat", "start", "wait", "begin", "heartbeat", "start", *step, *step, "wait"]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_a_run_with_compression_resumes_bit_for_bit(shared_tmp_path, compression):
+    whole = model()
+    fit(whole, compression=compression)
+    for epochs in (1, 2):
+        net = model()
+        fit(net, epochs=epochs, callbacks=[Checkpoint(shared_tmp_path)], compression=compression)
+    for ours, theirs in zip(net.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+class Repairs(Callback):
+    def on_step_end(self, trainer, step):
+        if step == 1:
+            trainer.repair()
+
+
+@pytest.mark.world_size(2)
+def test_a_repair_keeps_the_gradient_in_flight():
+    whole, repaired = model(), model()
+    fit(whole)
+    fit(repaired, callbacks=[Repairs()])
+    for ours, theirs in zip(repaired.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -129,3 +129,22 @@ def test_a_class_with_own_static_methods_is_a_compressor(hvd):
     for compression in (Halved, Halved()):
         assert hvd.allreduce(torch.ones(3), op=hvd.Sum, compression=compression).tolist() == [hvd.size()] * 3
     assert hvd.Compression.fp16.compress(torch.ones(1))[0].dtype == torch.float16
+
+
+@pytest.mark.world_size(2)
+def test_a_minimum_is_not_compressed_to_bf16(hvd, rank):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0), [("w", parameter)], compression=hvd.Compression.bf16, op=hvd.Min
+    )
+    (parameter * float(rank + 1)).sum().backward()
+    optimizer.step()
+    assert parameter.tolist() == [-1.0] * 3
+
+
+def test_compressions_are_classes_as_horovods_are(hvd):
+    class Mine(hvd.Compression.fp16):
+        """A user's own."""
+
+    assert Mine.__mro__[1].__name__ == "FP16Compressor"
+    assert hvd.Compression.fp16.compress(torch.ones(2))[0].dtype is torch.float16

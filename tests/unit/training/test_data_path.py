@@ -14,7 +14,7 @@ from hvdtrain.torch.adapter import TorchAdapter
 PACKAGE = str(Path(hvdtrain.__file__).parent)
 
 
-def test_arrays_pass_through_nine_functions_to_the_first_step(make):
+def test_arrays_pass_through_ten_functions_to_the_first_step(make):
     train = (torch.zeros(12, 4), torch.zeros(12, dtype=torch.long))
     step = TorchAdapter.train_step.__code__
     passed: dict[str, None] = {}
@@ -48,5 +48,16 @@ def test_arrays_pass_through_nine_functions_to_the_first_step(make):
         sys.setprofile(None)
     names = [name.rpartition(".")[2] for name in passed]
     assert sorted(names) == sorted(
-        ["fit", "_fit_round", "as_source", "_read", "__init__", "epoch", "_batch", "_take_steps", "train_step"]
+        [
+            "fit",
+            "_fit_round",
+            "as_source",
+            "_make_steps",
+            "_read",
+            "__init__",
+            "epoch",
+            "_batch",
+            "_take_steps",
+            "train_step",
+        ]
     )
