@@ -203,7 +203,7 @@ def test_weights_of_ranks_correct_a_mean_that_was_scaled_for_another_sum(hvd, ra
 def test_after_a_reset_units_are_listed_as_on_a_new_rank(hvd, kind, monkeypatch):
     from hvdtrain.torch.ops import engine
 
-    monkeypatch.setattr(type(hvd.Compression.bf16), "bucket_bytes", 64)  # several buckets under bf16
+    monkeypatch.setattr(hvd.Compression.bf16, "bucket_bytes", 64)  # several buckets under bf16
     model = Many()
     options = {
         "bf16": {"compression": hvd.Compression.bf16},
