@@ -536,8 +536,7 @@ class Trainer:
     def state(self, *, copy: bool = True) -> State:
         """Return weights and optimizer state; without a copy, as arrays that the next step may change.
 
-        Call it on every rank: adapters may gather state from ranks. Those of this version do not, so that one rank's
-        call also works.
+        A collective: call it on every rank, because ranks may wait for a gradient that is in flight.
         """
         state = self._sync.state()
         return replace(state, arrays={name: np.array(array) for name, array in state.arrays.items()}) if copy else state

@@ -1,4 +1,4 @@
-"""Check a launcher's host before it starts anything: open files, and shared memory."""
+"""What a launcher needs of its host, checked before it starts anything: open files, and shared memory."""
 
 from __future__ import annotations
 
