@@ -60,7 +60,7 @@ class Options:
     nan_policy: str | None = None
     micro_batch: int | str | None = None
     cutoff: bool = False  # steps are `OpenStep`s
-    needs: tuple[Needs, ...] = ()  # of a strategy, and of cutoff
+    needs: Needs | None = None  # of a strategy or of cutoff, which exclude each other
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ def make_adapter(
             f"smaller batch_size, and accumulate. Received: micro_batch={options.micro_batch!r}"
         )
     plain = _plain_optimizer(model, optimizer, loss, metrics)
-    for needs in options.needs:
-        needs.check([*_refusals(model, world), *delayed.refusals(model, plain, options)])
+    if options.needs is not None:
+        options.needs.check([*_refusals(model, world), *delayed.refusals(model, plain, options)])
     layers = model._flatten_layers(include_self=True)
     _refuse_synchronized(layers, world)
     if options.precision != "fp32":  # variables stay float32
@@ -345,7 +345,7 @@ class KerasAdapter:
         part._hvd_use(self._delayed)
 
     def abandon(self) -> None:
-        """Do nothing: no exchange is in flight between steps."""
+        """Do nothing: `start` of a later fit drops what is in flight."""
 
     def finish(self) -> None:
         """Replace the weights by their moving averages if the optimizer keeps any (use_ema), as Keras's fit does."""

@@ -36,7 +36,7 @@ class _StepState:
     has_gradients: bool = False  # whether any have come; those of a step that loss scaling skips come no further
     reached: int = 0  # how far the current step has come: 1 at accumulation, 2 at clipping
     report: Callable[..., None] | None = None  # of skipped updates; None if gradients are not checked
-    may_change: Any = None  # a boolean scalar: False if the current step leaves weights as they are; None: it does not
+    may_change: Any = None  # a boolean scalar: False if the step changes no weight; None if every step does
     exchange: Exchange = EVERY_STEP
 
 
@@ -238,7 +238,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         return [f"{self._prefix}.{index(v)}.{without_counters(path(v))}" for v in variables]
 
     def _hvd_reduce(self, grads: list[Any]) -> list[Any]:
-        """Return the gradients of `step_variables`, reduced over ranks but for those of local variables."""
+        """Return the gradients of the step's variables, reduced over ranks but for those of local variables."""
         how, variables = self._hvd_how, self._hvd_state.variables
         local = {identity(v) for v in how.local_variables}
         factor = how.factor / (how.size() if local and how.scale_local_gradients else 1)

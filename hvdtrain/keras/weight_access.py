@@ -34,7 +34,7 @@ class WeightAccess:
         assign(counters, [value.astype(dtype) for value, dtype in zip(agreed, dtypes, strict=True)])
 
     def parts(self, number: int) -> list[WeightAccess]:
-        """Return this one alone: an exchange takes as long in parts."""
+        """Return a list of this object only: to divide an exchange would not make it faster."""
         return [self]
 
     def identities(self) -> list[int]:

@@ -147,16 +147,17 @@ class Trainer:
         if not self._elastic:
             given = {**self._config, "cutoff": self._cutoff}
             agreement.require_equal(given, world=self.world, what="the Trainer's options")
-        needs = [NEEDS] if self._cutoff is not None else []
+        is_cut = self._cutoff is not None
         options = Options(
-            accumulate, clip_norm, precision, compression, nan_policy, micro_batch, cutoff=self._cutoff is not None,
-            needs=(*needs, strategy.needs) if strategy else tuple(needs),
+            accumulate, clip_norm, precision, compression, nan_policy, micro_batch, cutoff=is_cut,
+            needs=strategy.needs if strategy else NEEDS if is_cut else None,
         )  # fmt: skip
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
             model, optimizer=optimizer, loss=loss, step=step, metrics=metrics, options=options, world=self.world
         )
-        parts = self._adapter, self.world
-        self._sync = strategy.synchronizer(self._adapter, options, self.world) if strategy else Synchronizer(*parts)
+        self._sync = Synchronizer(self._adapter, self.world)
+        if strategy is not None:
+            self._sync = strategy.synchronizer(self._adapter, options, self.world)
         self._lr = learning_rate.LearningRate(
             self._adapter.learning_rates,
             scaling=lr_scaling,

@@ -30,8 +30,8 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
     dtypes.check(model, precision=options.precision)
     if options.micro_batch == "auto":
         _check_repeatable(model, several=list(optimizers) != [""])
-    for needs in options.needs:
-        needs.check(_refusals(model, optimizers, options))
+    if options.needs is not None:
+        options.needs.check(_refusals(model, optimizers, options))
     for optimizer in optimizers.values():
         if needs_closure(optimizer):
             _check_closure(optimizer, options, several=list(optimizers) != [""])
