@@ -86,8 +86,8 @@ unit-all: $(STAMP)
 	$(UNIT) -m "not tooling"
 
 keras-unit: $(STAMP) ## Keras's tests of one process on its other backends: `make unit` has them on torch
-	KERAS_BACKEND=tensorflow python -m pytest -m "not slow" tests/unit/keras
-	KERAS_BACKEND=jax python -m pytest -m "not slow" tests/unit/keras
+	KERAS_BACKEND=tensorflow python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) -m "not slow" tests/unit/keras
+	KERAS_BACKEND=jax python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) -m "not slow" tests/unit/keras
 
 ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to prove
 	python tests/ranks/run.py

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.system import log_filter, old_names, whole_lines
 
 if TYPE_CHECKING:
-    from hvdtrain.adapter import Loss as Loss
-    from hvdtrain.data.parquet import read_parquet as read_parquet
-    from hvdtrain.data.sources import Sharded as Sharded
-    from hvdtrain.distributed.world import SoloWorld as SoloWorld
-    from hvdtrain.distributed.world import World as World
-    from hvdtrain.distributed.world import init as init
-    from hvdtrain.launch.function import run as run
-    from hvdtrain.sync.delayed import Delayed as Delayed
-    from hvdtrain.sync.diloco import DiLoCo as DiLoCo
-    from hvdtrain.sync.local_sgd import LocalSGD as LocalSGD
-    from hvdtrain.training.custom_loop import prepare as prepare
-    from hvdtrain.training.progress import History as History
-    from hvdtrain.training.trainer import Trainer as Trainer
+    from hvdtrain.adapter import Loss
+    from hvdtrain.data.parquet import read_parquet
+    from hvdtrain.data.sources import Sharded
+    from hvdtrain.distributed.world import SoloWorld, World, init
+    from hvdtrain.launch.function import run
+    from hvdtrain.sync.delayed import Delayed
+    from hvdtrain.sync.diloco import DiLoCo
+    from hvdtrain.sync.local_sgd import LocalSGD
+    from hvdtrain.training.custom_loop import prepare
+    from hvdtrain.training.progress import History
+    from hvdtrain.training.trainer import Trainer
 
 __version__ = "0.1.0"
 

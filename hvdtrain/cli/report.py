@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json as json_format
-import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -75,6 +74,7 @@ def _table(folders: list[Path], metric: str | None, *, as_json: bool) -> None:
     """Print a table of the runs; of many, a folder that holds no run is left out, with a line."""
     from dataclasses import asdict
 
+    from hvdtrain.callbacks.run_folder import plain
     from hvdtrain.tools.report.reading import read_run
     from hvdtrain.tools.report.table import show, tabulate
 
@@ -88,18 +88,14 @@ def _table(folders: list[Path], metric: str | None, *, as_json: bool) -> None:
         raise left_out[0][1]
     table = tabulate(found, metric)
     if as_json:
-        rows = [{name: _json_value(value) for name, value in asdict(row).items()} for row in table.rows]
+        rows = [asdict(row) for row in table.rows]
         shown = {"metric": table.metric, "best": "lowest" if table.less_is_better else "highest", "runs": rows}
-        print(json_format.dumps(shown, indent=2, allow_nan=False))
+        print(json_format.dumps(plain(shown), indent=2, allow_nan=False))
     else:
         show(table)
     if left_out:
         names = ", ".join(str(folder) for folder, _ in left_out)
         print(f"hvdtrain report: left out, because they hold no run's metrics: {names}", file=sys.stderr)
-
-
-def _json_value(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _report(folders: list[Path], *, out: Path | None, measured: Path | None, link: str | None, as_json: bool) -> Path:

@@ -38,20 +38,16 @@ class DataRanks:
 
     def allreduce(self, array: Array, op: Op = "sum", *, name: str) -> Array:
         """Reduce `array` over these ranks; see `World.allreduce`."""
-        return self.world.allreduce(array, op, name=name, **self._within)
+        return self.world.allreduce(array, op, name=name, process_set=self.process_set)
 
     def allgather(self, array: Array, *, name: str) -> Array:
         """Concatenate these ranks' arrays; see `World.allgather`."""
-        return self.world.allgather(array, name=name, **self._within)
+        return self.world.allgather(array, name=name, process_set=self.process_set)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> list[bytes]:
         """Return the bytes of each of these ranks, in their order."""
-        return self.world.allgather_bytes(data, name=name, **self._within)
+        return self.world.allgather_bytes(data, name=name, process_set=self.process_set)
 
     def allgather_object(self, obj: Any, *, name: str) -> list[Any]:
         """Return the JSON value of each of these ranks, in their order."""
-        return self.world.allgather_object(obj, name=name, **self._within)
-
-    @property
-    def _within(self) -> dict[str, Any]:
-        return {} if self.process_set is None else {"process_set": self.process_set}
+        return self.world.allgather_object(obj, name=name, process_set=self.process_set)

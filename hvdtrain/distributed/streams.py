@@ -99,13 +99,8 @@ def separate(
 ) -> list[Digests]:
     """Give this rank random streams of its own; return what the ranks' generators were before; a collective.
 
-    Args:
-        states: of the framework's generators, which `reseed_framework` seeds.
-        reseed_framework: gets seeds by the generators' names in `states`.
-        world: the ranks.
-        step: see `own_seeds`.
-        every: see `own_seeds`.
-        in_threads: leave Python's and NumPy's generators as they are.
+    `states` are those of the framework's generators, which `reseed_framework` seeds by their names there. For `step`
+    and `every` see `own_seeds`. With `in_threads`, Python's and NumPy's generators stay as they are.
     """
     found = digests(random_states() | states, world=world)
     seeds = own_seeds(found, rank=world.rank, step=step, every=every)
@@ -137,9 +132,15 @@ def draw_alike(start: Callable[[], Iterator[Any]], *, epoch: int, generators: Se
     """
     if _key is None:
         return start()
-    aside = _Aside([*_GLOBAL, *generators])
+    key, found = _key, [*_GLOBAL, *generators]
+    aside = _Aside(found)
+
+    def seed() -> None:
+        for number, (_, _, seed_one) in enumerate(found):
+            seed_one(_hash("data", key, epoch, number))
+
     if epoch != _unseeded:
-        aside.seed("data", _key, epoch)
+        aside.run(seed)
     iterator = aside.run(start)
     return iter(lambda: aside.run(lambda: next(iterator, _END)), _END)
 
@@ -153,15 +154,6 @@ class _Aside:
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._generators = generators
         self._states = self._get()
-
-    def seed(self, *parts: Any) -> None:
-        """Choose new states."""
-
-        def seed() -> None:
-            for number, (_, _, seed_one) in enumerate(self._generators):
-                seed_one(_hash(*parts, number))
-
-        self.run(seed)
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Return what `work` returns, which draws from these states."""

@@ -71,8 +71,10 @@ class World:
         self._host: tuning.Host = frameworks.load(engine, "collectives")
 
     @recorder.waiting()
-    def _run(self, kind: str, array: Array, *args: Any, **options: Any) -> Array:
+    def _run(self, kind: str, array: Array, *args: Any, process_set: Any = None, **options: Any) -> Array:
         devices.compare_once()
+        if process_set is not None:  # Horovod's own default stands for all ranks
+            options["process_set"] = process_set
         return np.asarray(self._host.run(self._horovod, kind, array, *args, **options))
 
     # Read from Horovod each time: an elastic job renumbers ranks, grows and shrinks.
@@ -108,7 +110,7 @@ class World:
         """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them."""
         if op not in _OPS:
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
-        how = {"op": _OPS[op], "name": f"hvdtrain.{name}.{op}", **_within(process_set)}
+        how = {"op": _OPS[op], "name": f"hvdtrain.{name}.{op}", "process_set": process_set}
         total = self._run("allreduce", np.asarray(array, order="C"), **how)
         size = self.size if process_set is None else process_set.size()
         return total / size if op == "mean" else total
@@ -120,7 +122,7 @@ class World:
             raise ValueError(f"allgather needs an array with an axis 0. Received: {array!r}")
         # As bytes, so that any dtype arrives bit for bit.
         rows = array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((0, 1), np.uint8)
-        flat = self._run("allgather", rows.reshape(-1), name=f"hvdtrain.{name}.allgather", **_within(process_set))
+        flat = self._run("allgather", rows.reshape(-1), name=f"hvdtrain.{name}.allgather", process_set=process_set)
         return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
     def broadcast(self, array: Array, *, root: int = 0, name: str = "host") -> Array:
@@ -133,14 +135,14 @@ class World:
 
     def allgather_bytes(self, data: bytes, *, name: str, process_set: Any = None) -> list[bytes]:
         """Return every rank's bytes, in rank order; lengths may differ."""
-        within = _within(process_set)
-        lengths = self.allgather(np.array([len(data)], np.int64), name=f"{name}.length", **within)
-        gathered = self.allgather(np.frombuffer(data, np.uint8), name=f"{name}.bytes", **within).tobytes()
+        length, content = np.array([len(data)], np.int64), np.frombuffer(data, np.uint8)
+        lengths = self.allgather(length, name=f"{name}.length", process_set=process_set)
+        gathered = self.allgather(content, name=f"{name}.bytes", process_set=process_set).tobytes()
         return [gathered[end - n : end] for n, end in zip(lengths, np.cumsum(lengths), strict=True)]
 
     def allgather_object(self, obj: Any, *, name: str = "object", process_set: Any = None) -> list[Any]:
         """Return every rank's JSON value, in rank order. JSON, so that nothing received is ever unpickled."""
-        everyones = self.allgather_bytes(json.dumps(obj).encode(), name=name, **_within(process_set))
+        everyones = self.allgather_bytes(json.dumps(obj).encode(), name=name, process_set=process_set)
         return [json.loads(data) for data in everyones]
 
     def broadcast_object(self, obj: Any, *, root: int = 0, name: str = "object") -> Any:
@@ -169,11 +171,6 @@ class World:
             return None
         stop: Callable[[], None] = self._horovod.stop_timeline
         return stop
-
-
-def _within(process_set: Any) -> dict[str, Any]:
-    """Return the `process_set` argument of a collective, left out where it is all ranks."""
-    return {} if process_set is None else {"process_set": process_set}
 
 
 class SoloWorld(World):

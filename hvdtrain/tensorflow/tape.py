@@ -33,14 +33,9 @@ class DistributedTape(tf.GradientTape):
     ) -> Any:
         """Return the gradients of `target`, reduced over ranks, in the structure of `sources`.
 
-        The other arguments are those of tf.GradientTape.gradient.
-
-        Args:
-            target: as TensorFlow takes it; local to this rank.
-            sources: variables, equal on all ranks and in the same order.
-            output_gradients: likewise.
-            unconnected_gradients: likewise.
-            use_generic_names: name gradients by position alone, for ranks whose variables have different names.
+        The arguments are those of tf.GradientTape.gradient. `target` is local to this rank; `sources` are variables,
+        equal on all ranks and in the same order. With `use_generic_names`, gradients are named by position alone, for
+        ranks whose variables have different names.
         """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         if not self._hvd_how.active():

@@ -49,6 +49,14 @@ def hvd(monkeypatch):
 
 
 @pytest.fixture
+def solo(monkeypatch):
+    """Let hvdtrain be one process's, whether or not Horovod is installed, without a framework's drop-in."""
+    monkeypatch.setenv("HVDTRAIN_SOLO", "1")
+    monkeypatch.setattr(world, "_loaded", {})
+    monkeypatch.setattr(world, "_world", world.SoloWorld())
+
+
+@pytest.fixture
 def alone(hvd):
     """Let Trainers of a test be one process's: a process whose MPI has ended cannot start Horovod again."""
     world.use(world.SoloWorld())

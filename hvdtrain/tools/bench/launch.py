@@ -119,8 +119,8 @@ def run_ranks(
 
 
 def _horovodrun(spec: LaunchSpec) -> list[str]:
-    named = ",".join(f"{name}:{slots}" for name, slots in spec.hosts.items())
-    return [*horovodrun(Path(sys.executable)), "-np", str(spec.ranks), "-H", named or f"localhost:{spec.ranks}"]
+    hosts = arguments.listed(spec.hosts or {"localhost": spec.ranks})
+    return [*horovodrun(Path(sys.executable)), "-np", str(spec.ranks), "-H", hosts]
 
 
 def _wait(process: subprocess.Popen[bytes], log: int, wanted: int, mark: str, deadline: float) -> int | None:

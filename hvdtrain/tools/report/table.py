@@ -30,6 +30,12 @@ class Row:
     seconds: float | None
     settings: dict[str, str]  # those that differ between the runs
 
+    def cells(self) -> list[str]:
+        """Return what the table shows, without the settings."""
+        at = "" if self.best_step is None else f"{self.best_step:,}"
+        took = format_time(self.seconds) if self.seconds else ""
+        return [self.name, _value(self.best), at, _value(self.last), f"{self.steps:,}", took]
+
 
 @dataclass(frozen=True)
 class Table:
@@ -43,24 +49,11 @@ class Table:
         """Return the heads, and the cells of each run."""
         names = [*self.rows[0].settings] if self.rows else []
         heads = ["run", "best", "at step", "last", "steps", "time", *names[:_MOST_SETTINGS]]
-        return [heads, *(self._cells(row, names[:_MOST_SETTINGS]) for row in self.rows)]
+        return [heads, *([*row.cells(), *(row.settings[name] for name in names[:_MOST_SETTINGS])] for row in self.rows)]
 
     def hidden(self) -> list[str]:
         """Return the names of settings that differ and have no column."""
         return [*self.rows[0].settings][_MOST_SETTINGS:] if self.rows else []
-
-    def _cells(self, row: Row, names: Sequence[str]) -> list[str]:
-        at = "" if row.best_step is None else f"{row.best_step:,}"
-        took = format_time(row.seconds) if row.seconds else ""
-        return [
-            row.name,
-            _value(row.best),
-            at,
-            _value(row.last),
-            f"{row.steps:,}",
-            took,
-            *(row.settings[name] for name in names),
-        ]
 
 
 def tabulate(runs: Sequence[RecordedRun], metric: str | None = None) -> Table:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import tempfile
 import threading
 import zipfile
 from dataclasses import replace
@@ -107,13 +107,13 @@ def test_an_entry_is_removed_only_once_another_has_its_place(
     folder = tmp_path / "wheels"
     folder.mkdir()
     cache.store(folder, "k", wheel, parts={}, seconds=1)
-    remove = shutil.rmtree
+    remove = tempfile.TemporaryDirectory.cleanup
 
-    def remove_and_stop(path: Path, **options: Any) -> None:
-        remove(path, **options)
+    def remove_and_stop(folder: Any) -> None:
+        remove(folder)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "rmtree", remove_and_stop)
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", remove_and_stop)
     with pytest.raises(KeyboardInterrupt):
         cache.store(folder, "k", wheel, parts={}, seconds=2)
     entry = cache.load(folder, "k")

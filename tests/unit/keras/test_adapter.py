@@ -17,16 +17,11 @@ from hvdtrain.data import sharding  # noqa: E402
 from hvdtrain.data.sources import IndexedSource  # noqa: E402
 from hvdtrain.distributed import world  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("solo")
+
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
 CLASSES = np.arange(8) % 3
-
-
-@pytest.fixture(autouse=True)
-def _solo(monkeypatch):
-    monkeypatch.setenv("HVDTRAIN_SOLO", "1")
-    monkeypatch.setattr(world, "_loaded", {})
-    monkeypatch.setattr(world, "_world", world.SoloWorld())
 
 
 def make_model(**dense):

@@ -9,16 +9,10 @@ keras = pytest.importorskip("keras")
 import numpy as np  # noqa: E402
 
 import hvdtrain.keras as hvd  # noqa: E402
-from hvdtrain.distributed import world  # noqa: E402
 from hvdtrain.keras.reduction import GradientReduction  # noqa: E402
 from hvdtrain.keras.variables import without_counters  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _solo(monkeypatch):
-    monkeypatch.setenv("HVDTRAIN_SOLO", "1")
-    monkeypatch.setattr(world, "_loaded", {})
-    monkeypatch.setattr(world, "_world", world.SoloWorld())
+pytestmark = pytest.mark.usefixtures("solo")
 
 
 @pytest.mark.parametrize(

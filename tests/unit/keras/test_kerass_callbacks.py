@@ -17,7 +17,8 @@ import numpy as np  # noqa: E402
 import hvdtrain  # noqa: E402
 from hvdtrain.callbacks.keras_style import KerasStyle  # noqa: E402
 from hvdtrain.data import sharding  # noqa: E402
-from hvdtrain.distributed import world  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("solo")
 
 X = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(10, 3)).astype(np.float32)
@@ -26,13 +27,6 @@ HOOKS = [
     *(f"on_{what}_{when}" for what in ("train", "test", "epoch") for when in ("begin", "end")),
     *(f"on_{what}_batch_{when}" for what in ("train", "test") for when in ("begin", "end")),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _solo(monkeypatch):
-    monkeypatch.setenv("HVDTRAIN_SOLO", "1")
-    monkeypatch.setattr(world, "_loaded", {})
-    monkeypatch.setattr(world, "_world", world.SoloWorld())
 
 
 class Calls(keras.callbacks.Callback):

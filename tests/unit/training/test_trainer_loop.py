@@ -215,10 +215,10 @@ def test_an_epoch_takes_two_exchanges_whatever_its_length(make):
     exchanged = []
 
     class Counting(world.SoloWorld):
-        def allreduce(self, array, op="sum", *, name="host"):
+        def allreduce(self, array, op="sum", *, name="host", process_set=None):
             if name != "running":
                 exchanged.append(name)
-            return super().allreduce(array, op, name=name)
+            return super().allreduce(array, op, name=name, process_set=process_set)
 
     for rows in (1, 12):
         world.use(Counting())
