@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from hvdtrain.cli.shared import COUNT, FILE, NUMBER, Debug, one_of, option, quantity, whole_number
 from hvdtrain.errors import UsageError
+from hvdtrain.system.quantities import format_time, parse_rate, parse_size, parse_time
 from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast, read_measured
-from hvdtrain.tools.quantities import format_time, parse_rate, parse_size, parse_time
 
 Amount = float | None
 _TIME, _SIZE, _RATE = quantity(parse_time, "TIME"), quantity(parse_size, "SIZE"), quantity(parse_rate, "RATE")

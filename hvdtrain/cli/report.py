@@ -12,9 +12,9 @@ import typer
 from hvdtrain.cli.shared import FILE, NEW_FILE, Debug, check_page, option, quantity
 from hvdtrain.errors import UsageError
 from hvdtrain.system import private_files
+from hvdtrain.system.quantities import parse_rate
 from hvdtrain.system.user_paths import expanded
 from hvdtrain.tools.plan.model import read_measured
-from hvdtrain.tools.quantities import parse_rate
 
 if TYPE_CHECKING:
     from hvdtrain.tools.report.numbers import Summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from hvdtrain.tools.quantities import format_size, format_time
+from hvdtrain.system.quantities import format_size, format_time
 
 # By rule, the gravest first; filled in with `StepFacts` and what `advise` makes of them.
 RULES = {

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hvdtrain.system.quantities import format_time, three_digits, time_unit
 from hvdtrain.telemetry.step_times import MARK, MIN_STEPS, WARMUP_STEPS, RankReport, Spread, StepSummary
 from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome
 from hvdtrain.tools.bench.sweep import Fit, Point, moved_bytes
-from hvdtrain.tools.quantities import format_time, three_digits, time_unit
 
 _QUARTILES_TO_SIGMA = 1.349  # between the quartiles of a normal distribution, in standard deviations
 

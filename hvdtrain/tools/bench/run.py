@@ -22,12 +22,12 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch import job_environment
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.system import scratch
+from hvdtrain.system.quantities import format_time, parse_rate
 from hvdtrain.telemetry import step_times
 from hvdtrain.telemetry.step_times import RankReport
 from hvdtrain.tools.bench import advice, report, sweep, worker
 from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome, parse_hosts, run_ranks
 from hvdtrain.tools.bench.report import Steps, collect, from_script
-from hvdtrain.tools.quantities import format_time, parse_rate
 
 __all__ = ["BenchError", "BenchOptions", "run"]
 

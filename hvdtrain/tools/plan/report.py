@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hvdtrain.system.quantities import format_size, format_time, three_digits
 from hvdtrain.tools.plan.model import Cluster, Forecast, Step, marginal_efficiency, pays_up_to, require
 from hvdtrain.tools.plan.strategies import (
     ENOUGH,
@@ -20,7 +21,6 @@ from hvdtrain.tools.plan.strategies import (
     wanted,
     wanted_by_link,
 )
-from hvdtrain.tools.quantities import format_size, format_time, three_digits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.system.quantities import format_time, three_digits
 from hvdtrain.telemetry.interval import COMPARED_S, PARTS, WORDS, lower_median
-from hvdtrain.tools.quantities import format_time, three_digits
 from hvdtrain.tools.report.reading import RECORDED, Floats, Intervals, RecordedRun
 
 # What History has besides metrics.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from hvdtrain.tools.quantities import format_time, three_digits
+from hvdtrain.system.quantities import format_time, three_digits
 from hvdtrain.tools.report.numbers import Summary, comparison, differences, flat, labels, ratios, sentences
 from hvdtrain.tools.report.plots import Plot
 from hvdtrain.tools.report.reading import RecordedRun

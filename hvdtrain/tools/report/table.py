@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.checkpoint.store import sign
 from hvdtrain.errors import UsageError
-from hvdtrain.tools.quantities import format_time
+from hvdtrain.system.quantities import format_time
 from hvdtrain.tools.report.numbers import SPEEDS, chosen
 from hvdtrain.tools.report.reading import Floats, RecordedRun
 

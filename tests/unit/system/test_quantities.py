@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.tools.quantities import format_size, format_time, parse_rate, parse_size, parse_time
+from hvdtrain.system.quantities import format_size, format_time, parse_rate, parse_size, parse_time
 
 
 @pytest.mark.parametrize(
