@@ -60,6 +60,7 @@ class Options:
     nan_policy: str | None = None
     micro_batch: int | str | None = None
     cutoff: bool = False  # steps are `OpenStep`s
+    checkpoint_activations: Any = False
     needs: Needs | None = None  # of a strategy or of cutoff, which exclude each other
 
 
@@ -340,3 +341,12 @@ def framework_of(model: Any) -> str:
         if framework in homes:
             return framework
     raise TypeError(f"model must be a torch.nn.Module or a keras.Model. Received: {type(model).__name__}")
+
+
+def counted_by_class(modules: Mapping[str, Any]) -> str:
+    """Return modules by name in words, such as "2 Block (encoder.0 to encoder.1), 1 Head (head)"."""
+    kinds: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        kinds.setdefault(type(module).__name__, []).append(name)
+    ends = {kind: " to ".join(dict.fromkeys([names[0], names[-1]])) for kind, names in kinds.items()}
+    return ", ".join(f"{len(names)} {kind} ({ends[kind]})" for kind, names in kinds.items())

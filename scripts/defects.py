@@ -533,6 +533,28 @@ DEFECTS = (
         "pass",
         ranks("trainer-torch", "resumed_run_sums_as", np=3),
     ),
+    # Activations that backward computes again
+    Defect(
+        "activations: the second computation draws other numbers of Python and NumPy",
+        "hvdtrain/torch/steps/activations.py",
+        "_set_random_states(self._random)",
+        "pass",
+        unit("torch/test_activations.py"),
+    ),
+    Defect(
+        "activations: running statistics count a batch twice",
+        "hvdtrain/torch/steps/activations.py",
+        "if isinstance(each, _NormBase) and each.training]",
+        "if isinstance(each, _NormBase) and not each.training]",
+        unit("torch/test_activations.py"),
+    ),
+    Defect(
+        "activations: the second computation draws a seed generator's next numbers, on Keras",
+        "hvdtrain/keras/activations.py",
+        "self._scope.state_mapping[id(variable)] = value",
+        "pass",
+        unit("keras/test_activations.py"),
+    ),
     # How many samples of a step each rank takes
     Defect(
         "balance: a resumed run begins with equal parts",

@@ -217,6 +217,11 @@ def torch_cases() -> dict[str, Case]:
     cases["micro batches auto"] = Case(net, partial(options, micro_batch="auto", nan_policy="skip"), data=with_nan)
     cases["sync norm"] = Case(with_sync_norm, options)
     cases["sync norm accumulate"] = Case(with_sync_norm, partial(options, accumulate=2, clip_norm=0.5))
+    again = partial(
+        options, checkpoint_activations=lambda layer: isinstance(layer, nn.BatchNorm1d | hvd.SyncBatchNorm | nn.Dropout)
+    )
+    cases["checkpointed"] = Case(net, partial(again, nan_policy="skip"), data=with_nan)
+    cases["checkpointed sync norm"] = Case(with_sync_norm, partial(again, accumulate=2, precision="bf16"))
     cases["own step"] = Case(net, partial(options, step=own_step))
     cases["own step accumulate fp16"] = Case(net, partial(options, step=own_step, accumulate=2, precision="fp16"))
     cases["two optimizers"] = Case(two_models, two_optimizers)

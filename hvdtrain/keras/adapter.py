@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from hvdtrain.data.trees import as_array, tree_map
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
-from hvdtrain.keras import delayed, trained, training_state
+from hvdtrain.keras import activations, delayed, trained, training_state
 from hvdtrain.keras.exchange import ALONE, EVERY_STEP
 from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
 from hvdtrain.keras.masks import MaskedSteps
@@ -151,6 +151,10 @@ class KerasAdapter:
         self._scales = isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer)
         self._updates_before: Any = None  # with loss scaling, the optimizer's iterations before the last step
         self.notes: list[str] = []
+        self._checkpoints: AbstractContextManager[Any] = nullcontext()
+        if options.checkpoint_activations:
+            self._checkpoints = activations.choose(model, options.checkpoint_activations)
+            self.notes.append(str(self._checkpoints))
         self.class_weight: dict[int, float] | None = None
         norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
         self._sync_norms: list[Any] = [each for each in norms if type(each).__module__.startswith("hvdtrain.")]
@@ -489,7 +493,7 @@ class KerasAdapter:
                 "class_weight needs targets that are one array. Give each sample its weight, as a third item: "
                 f"(x, y, sample_weight). Received: targets of type {type(batch.targets).__name__}"
             )
-        with self._running_metrics(), self._reported(batch, share, samples):
+        with self._running_metrics(), self._reported(batch, share, samples), self._checkpoints:
             data, weights = _data(batch, self._world), self.class_weight
             self._logs = self._model.train_on_batch(*data, class_weight=weights, return_dict=True)
         self._own_logs.add(self._logs, batch.local_count if counts else 0)

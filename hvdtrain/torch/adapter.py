@@ -30,7 +30,7 @@ from hvdtrain.torch.ops.gpu_clock import GpuClock
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.reduction.weight_access import Optimizers, WeightAccess
-from hvdtrain.torch.steps import training_state
+from hvdtrain.torch.steps import activations, training_state
 from hvdtrain.torch.steps.arguments import check, check_collectives
 from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.compute import (
@@ -91,6 +91,11 @@ class TorchAdapter:
         self._modes = Modes(model, self.notes.append)
         for each in optimizers.values():
             training_state.move_optimizer(each)
+        self._checkpoints = _PLAIN
+        if options.checkpoint_activations:
+            models = given if isinstance(given, dict) else {"": given}
+            self._checkpoints = activations.choose(models, options.checkpoint_activations, world)
+            self.notes.append(str(self._checkpoints))
         loss = as_module(loss)
         if isinstance(loss, nn.Module):
             loss = loss.to(self._device)
@@ -484,7 +489,8 @@ class TorchAdapter:
         """Compute in the chosen precision; notice if ranks wait for each other in it."""
         alone = batch.local_count == 1 and self._model.training and (batch.global_count > 1 or self._micro_batches.size)
         before = engine.started.operations
-        with self._autocast(), self._normalize_by_running_statistics() if alone else _PLAIN:
+        norms = self._normalize_by_running_statistics() if alone else _PLAIN
+        with self._autocast(), self._checkpoints, norms:
             yield
         if engine.started.operations != before and self._world.size > 1:
             self._sync_in_step()
@@ -517,7 +523,7 @@ class TorchAdapter:
     def _run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through a model whose layers synchronize in forward and backward; return a loss of zero."""
         self._check_data(batch)
-        with self._autocast():
+        with self._autocast(), self._checkpoints:
             loss = self._step.run_empty(batch)
         # NaN times zero would be the gradient of the rows that other ranks have gathered. A norm's own has no rows.
         return loss if self._has_sync_norm or not torch.is_grad_enabled() else without_gradient(loss)

@@ -21,6 +21,7 @@ from hvdtrain.sync.cutoff import Record
 from hvdtrain.sync.strategy import Strategy
 from hvdtrain.system import scratch
 from hvdtrain.training import learning_rate
+from hvdtrain.training.description import name_of
 from hvdtrain.training.progress import Budget
 
 
@@ -53,6 +54,7 @@ def as_config(
     micro_batch: int | str | None,
     sync: Strategy | None,
     cutoff: float | Record | None,
+    checkpoint_activations: Any,
     seed: int,
     rank_streams: bool,
 ) -> dict[str, Any]:
@@ -70,6 +72,13 @@ def as_config(
         check_positive("clip_norm", clip_norm, float)
     if sync is not None and cutoff is not None:
         raise ValueError(f"cutoff is for ranks that reduce gradients in every step. Received: cutoff and sync={sync}")
+    if not (isinstance(checkpoint_activations, bool) or checkpoint_activations == "blocks"):
+        if not callable(checkpoint_activations) or isinstance(checkpoint_activations, type):
+            raise ValueError(
+                "checkpoint_activations must be False, True, 'blocks', or a function (module) -> bool. Received: "
+                f"checkpoint_activations={checkpoint_activations!r}"
+            )
+        checkpoint_activations = name_of(checkpoint_activations)
     check_choice("lr_scaling", lr_scaling, tuple(learning_rate.FACTORS))
     if warmup_epochs < 0:
         raise ValueError(f"warmup_epochs must be >= 0. Received: warmup_epochs={warmup_epochs}")
@@ -83,6 +92,7 @@ def as_config(
         "compression": compression, "nan_policy": nan_policy, "seed": int(seed), "rank_streams": rank_streams,
         "sync": sync and sync.config,
         "cutoff": cutoff if isinstance(cutoff, float) else None,  # a record is of this run alone
+        "checkpoint_activations": checkpoint_activations,
         "micro_batch": int(micro_batch) if isinstance(micro_batch, np.integer) else micro_batch,
     }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,10 @@ class Trainer:
             in parts, and the step is the same. "auto" begins with whole batches. When a rank runs out of memory in
             forward or backward, all ranks undo the step, halve their micro-batches, and repeat it; `step` must then
             call no collective.
+        checkpoint_activations: to save memory, chosen modules keep only their inputs in forward, and are computed again
+            in backward; gradients are the same. "blocks" chooses a model's repeated blocks, such as the layers of a
+            transformer; True also other parts of a sequence that consist of several modules; a function
+            (module) -> bool those for which it is true. The docs have the precise rule.
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: "none", "fp16" or "bf16": the type in which gradients are sent.
@@ -121,6 +125,7 @@ class Trainer:
         warmup_epochs: float = 0,
         accumulate: int = 1,
         micro_batch: int | str | None = None,
+        checkpoint_activations: bool | str | Callable[[Any], Any] = False,
         clip_norm: float | None = None,
         precision: str = "fp32",
         compression: str = "none",
@@ -140,7 +145,8 @@ class Trainer:
         self._config = as_config(
             lr_scaling=lr_scaling, warmup_epochs=warmup_epochs, accumulate=accumulate, clip_norm=clip_norm,
             precision=precision, compression=compression, nan_policy=nan_policy, micro_batch=micro_batch, sync=strategy,
-            cutoff=self._cutoff, seed=(self.world.seed or 0) if seed is None else seed, rank_streams=rank_streams,
+            cutoff=self._cutoff, checkpoint_activations=checkpoint_activations,
+            seed=(self.world.seed or 0) if seed is None else seed, rank_streams=rank_streams,
         )  # fmt: skip
         # In an elastic job a new rank makes its Trainer alone; its first collective call is in `fit`.
         self._elastic = launch_environment.is_elastic()
@@ -150,6 +156,7 @@ class Trainer:
         is_cut = self._cutoff is not None
         options = Options(
             accumulate, clip_norm, precision, compression, nan_policy, micro_batch, cutoff=is_cut,
+            checkpoint_activations=checkpoint_activations,
             needs=strategy.needs if strategy else NEEDS if is_cut else None,
         )  # fmt: skip
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
