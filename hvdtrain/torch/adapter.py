@@ -30,7 +30,7 @@ from hvdtrain.torch.ops.gpu_clock import GpuClock
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.reduction.weight_access import Optimizers, WeightAccess
-from hvdtrain.torch.steps import activations, training_state
+from hvdtrain.torch.steps import activations, meta_device, training_state
 from hvdtrain.torch.steps.arguments import check, check_collectives
 from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.compute import (
@@ -86,11 +86,9 @@ class TorchAdapter:
         self._options, self._world, self._device = options, world, torch.device(world.device)
         if self._device.type == "cuda" and tuning.gpu_async():
             recorder.use(GpuClock(self._device))
-        self._device = training_state.place(model, self._device)
+        self._device = meta_device.place(model, list(optimizers.values()), self._device, world)
         self._model = model
         self._modes = Modes(model, self.notes.append)
-        for each in optimizers.values():
-            training_state.move_optimizer(each)
         self._checkpoints = _PLAIN
         if options.checkpoint_activations:
             models = given if isinstance(given, dict) else {"": given}

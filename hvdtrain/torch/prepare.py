@@ -21,7 +21,7 @@ from hvdtrain.torch.ops import dtypes, names
 from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.sources import LoaderSource
-from hvdtrain.torch.steps import training_state
+from hvdtrain.torch.steps import meta_device, training_state
 from hvdtrain.torch.steps.arguments import check_parameters
 from hvdtrain.torch.steps.closure import needs_closure
 from hvdtrain.torch.steps.losses import as_tensor
@@ -50,8 +50,7 @@ def prepare(
         if (converted := convert_torchs(model)) and world.is_root:
             log.info("%s", converted)
     device = torch.device(world.device)
-    training_state.place(model, device)
-    training_state.move_optimizer(optimizer)
+    meta_device.place(model, [optimizer], device, world)
     loaders = [_prepare_loader(each, model, world) for each in data]
     # Also on one rank, which reduces nothing: a loop that clips calls `synchronize` there, too.
     named = model.named_parameters()

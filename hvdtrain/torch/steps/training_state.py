@@ -32,17 +32,8 @@ def place(model: torch.nn.Module, device: torch.device) -> torch.device:
     """Move a model to its rank's device, and return where its inputs go.
 
     A model that is spread over several devices stays where it is; its inputs go to the device of its first parameter.
-
-    Raises:
-        ValueError: a parameter is on the device "meta", and so has no value.
     """
-    devices = {parameter.device: name for name, parameter in names.parameters(model)}
-    empty = next((name for each, name in devices.items() if each.type == "meta" != device.type), None)
-    if empty is not None:
-        raise ValueError(
-            f'The model has no values yet. Received: parameter {empty} on the device "meta". Load the weights first, '
-            "or call model.to_empty(device=...) and initialize them."
-        )
+    devices = dict.fromkeys(parameter.device for _, parameter in names.parameters(model))
     if len(devices) > 1:
         return next(iter(devices))
     model.to(device)

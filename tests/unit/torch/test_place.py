@@ -9,6 +9,7 @@ import torchmetrics
 import hvdtrain
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import world
+from hvdtrain.torch.steps import meta_device
 from hvdtrain.torch.steps.compute import LossStep
 from hvdtrain.torch.steps.loss_check import LossCheck
 from hvdtrain.torch.steps.stateful_metrics import StatefulMetrics
@@ -72,10 +73,17 @@ def test_a_model_without_values_is_refused():
     try:
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3, device="meta"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r'parameter 1\.bias on the device "meta"\. Load the weights first'):
+        with pytest.raises(ValueError, match=r'Received: 1\.weight on the device "meta" on rank 0\. Make it'):
             hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss())
     finally:
         world.use(None)
+
+
+def test_an_elastic_jobs_rank_has_a_model_with_values(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    net = torch.nn.Linear(4, 3, device="meta")
+    with pytest.raises(ValueError, match=r'weight on the device "meta" on rank 0.*in an elastic job on all ranks'):
+        meta_device.place(net, [], CPU, world.SoloWorld())
 
 
 def test_an_optimizers_state_goes_where_its_parameters_are():
