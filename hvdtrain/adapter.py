@@ -7,12 +7,13 @@ adapter reduces over ranks in its optimizer. It reads the world size from World,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.checkpoint import Kind, StoredArray, StoredArrays, kind_of
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import checksums
 
@@ -84,27 +85,31 @@ class Loss:
 
 
 class HostArrays(Mapping[str, NDArray[Any]]):
-    """A framework's tensors by name, as arrays on the host: one is copied there when it is read, and not kept.
+    """Tensors by name, as arrays on the host: one is copied there when it is read, and not kept.
 
     So a rank that reads one after the other never holds a second copy of everything, and one that reads none copies
     none.
 
     Args:
-        tensors: the framework's, or NumPy's arrays.
-        read: returns a tensor as an array, of its memory where possible.
+        tensors: the framework's, NumPy's arrays, or arrays in a file.
+        read: returns a tensor of the framework as an array, of its memory where possible.
+        kind: returns the shape and type of this array.
         digest: returns the digest of a tensor's bits; by default that of the array.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, Any],
-        read: Callable[[Any], NDArray[Any]],
+        read: Callable[[Any], NDArray[Any]] = np.asarray,
+        kind: Callable[[Any], Kind] = kind_of,
         digest: Callable[[Any], bytes] | None = None,
     ) -> None:
-        self._tensors, self._read, self._digest = dict(tensors), read, digest
+        self._tensors, self._read, self._kind, self._digest = dict(tensors), read, kind, digest
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         tensor = self._tensors[name]
+        if isinstance(tensor, StoredArray):
+            return tensor.read()
         return tensor if isinstance(tensor, np.ndarray) else self._read(tensor)
 
     def __contains__(self, name: object) -> bool:
@@ -117,14 +122,61 @@ class HostArrays(Mapping[str, NDArray[Any]]):
         return len(self._tensors)
 
     def __or__(self, others: Mapping[str, NDArray[Any]]) -> HostArrays:
-        return HostArrays({**self._tensors, **others}, self._read, self._digest)
+        return self._of({**self._tensors, **host_arrays(others)._tensors})
+
+    def only(self, keep: Callable[[str], bool]) -> HostArrays:
+        """Return the arrays whose names are to be kept."""
+        return self._of({name: tensor for name, tensor in self._tensors.items() if keep(name)})
+
+    def renamed(self, names: Mapping[str, str]) -> HostArrays:
+        """Return arrays by new names, each of which stands for the present one."""
+        return self._of({new: self._tensors[name] for new, name in names.items()})
+
+    def _of(self, tensors: Mapping[str, Any]) -> HostArrays:
+        return HostArrays(tensors, self._read, self._kind, self._digest)
+
+    def is_stored(self, name: str) -> bool:
+        """Return whether an array is in a file."""
+        return isinstance(self._tensors[name], StoredArray)
+
+    def take(self, name: str) -> NDArray[Any]:
+        """Return an array in memory that is nobody else's."""
+        return self[name] if self.is_stored(name) else np.array(self[name])
+
+    def kind(self, name: str) -> Kind:
+        """Return the shape and type of an array, which is not read."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, StoredArray):
+            return tensor.kind
+        return kind_of(tensor) if isinstance(tensor, np.ndarray) else self._kind(tensor)
 
     def digest(self, name: str) -> bytes:
         """Return the digest of an array's bits, type and shape."""
         tensor = self._tensors[name]
-        if self._digest is None or isinstance(tensor, np.ndarray):
+        if self._digest is None or isinstance(tensor, (np.ndarray, StoredArray)):
             return checksums.of_array(self[name])
         return self._digest(tensor)
+
+
+def host_arrays(arrays: Mapping[str, NDArray[Any]]) -> HostArrays:
+    """Return arrays, perhaps those of a file, as `HostArrays`; none is read."""
+    if isinstance(arrays, HostArrays):
+        return arrays
+    return HostArrays(arrays.stored if isinstance(arrays, StoredArrays) else arrays)
+
+
+@dataclass(frozen=True)
+class ShardedArray:
+    """An array of which each rank holds a part.
+
+    Attributes:
+        kind: the shape and type of the whole array.
+        gather: returns the whole array on the root, and None elsewhere; if its argument is True, the array on all
+            ranks. A collective.
+    """
+
+    kind: Kind
+    gather: Callable[[bool], NDArray[Any] | None]
 
 
 @dataclass
@@ -138,6 +190,17 @@ class State:
     trained: frozenset[str] = frozenset()  # arrays that gradients change
     frozen: frozenset[str] = frozenset()  # weights that are not trained; statistics and other buffers are not weights
     pending: frozenset[str] = frozenset()  # arrays of an update that is still to be made
+    # Arrays that are not in `arrays`. Names and order are equal on all ranks, which gather them one after the other.
+    sharded: dict[str, ShardedArray] = field(default_factory=dict)
+
+    def kind(self, name: str) -> Kind:
+        """Return the shape and type of one of `arrays`, which is not read."""
+        return host_arrays(self.arrays).kind(name)
+
+    def copied(self) -> State:
+        """Return a copy, with the whole of arrays in parts, in this rank's memory; a collective."""
+        whole = {name: np.asarray(each.gather(True)) for name, each in self.sharded.items()}
+        return replace(self, arrays={name: np.array(each) for name, each in self.arrays.items()} | whole, sharded={})
 
     def digest(self, name: str) -> bytes:
         """Return the digest of an array's bits, type and shape."""
@@ -316,9 +379,7 @@ class Adapter(Protocol):
     def state(self) -> State:
         """Return weights, optimizer state and precision scaler. The next step may change the arrays.
 
-        A collective call: all ranks call it at the same point, so that an adapter whose ranks hold parts of the state
-        can gather them here. Reading the arrays is none: the root alone reads what it writes. Today each rank holds all
-        arrays; an adapter that shards some will say in a field `State.sharded` which.
+        A collective call. Reading the arrays is none: the root alone reads what it writes.
 
         Raises:
             ValueError: on every rank, if a lazy module has no shapes yet.

@@ -236,7 +236,7 @@ def without_arrays(states: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], di
     return plain, arrays
 
 
-def with_arrays(plain: Sequence[Sequence[Any]], arrays: dict[str, NDArray[Any]]) -> list[list[Any]]:
+def with_arrays(plain: Sequence[Sequence[Any]], arrays: Mapping[str, NDArray[Any]]) -> list[list[Any]]:
     """Undo `without_arrays`."""
     states = [[name, typed_json.decode(state)] for name, state in plain]
     for name, array in arrays.items():

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvdtrain import checkpoint
-from hvdtrain.adapter import framework_of
-from hvdtrain.callbacks.base import Callback, Logs, RunContext, with_arrays
+from hvdtrain.adapter import framework_of, host_arrays
+from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.distributed import frameworks
 from hvdtrain.errors import CheckpointError
 
@@ -115,14 +115,16 @@ class EMA(Callback):
         Raises:
             CheckpointError: the checkpoint is missing or damaged, has no averages, or is of another model.
         """
-        contents = checkpoint.read(directory)
-        states = with_arrays(contents.meta["callbacks"], contents.arrays.get("callbacks", {}))
-        state = next((state for name, state in states if name == EMA.__name__), None)
-        if state is None:
+        contents = checkpoint.scan(directory)
+        names = [name for name, _ in contents.meta["callbacks"]]
+        if EMA.__name__ not in names:
             raise CheckpointError(f"Checkpoint {directory} has no averages: its run had no EMA callback.")
+        prefix = f"{names.index(EMA.__name__)}.{_PREFIX}"
+        arrays = host_arrays(contents.arrays.get("callbacks", {}))
+        own = {name.removeprefix(prefix): name for name in arrays if name.startswith(prefix)}
         averages = frameworks.load("torch", "averaging").AveragedWeights(model)
         try:
-            averages.load(_arrays(state))
+            averages.load(arrays.renamed(own))
         except ValueError as error:
             raise CheckpointError(f"Checkpoint {directory} is of another model: {error}") from error
         averages.show()

@@ -5,7 +5,23 @@ Knows nothing of frameworks or ranks: arrays by name plus JSON, never pickle.
 
 from __future__ import annotations
 
-from hvdtrain.checkpoint.files import Arrays, Contents, digest, read, read_meta, write
+from hvdtrain.checkpoint.array_file import Kind, StoredArray, StoredArrays, kind_of
+from hvdtrain.checkpoint.files import Arrays, Contents, Draft, digest, read, read_meta, scan, write
 from hvdtrain.checkpoint.store import Store, Writer
 
-__all__ = ["Arrays", "Contents", "Store", "Writer", "digest", "read", "read_meta", "write"]
+__all__ = [
+    "Arrays",
+    "Contents",
+    "Draft",
+    "Kind",
+    "Store",
+    "StoredArray",
+    "StoredArrays",
+    "Writer",
+    "digest",
+    "kind_of",
+    "read",
+    "read_meta",
+    "scan",
+    "write",
+]

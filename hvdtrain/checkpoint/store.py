@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.checkpoint import files, folders
-from hvdtrain.checkpoint.files import Contents, DiskError
+from hvdtrain.checkpoint.files import Contents, DiskError, Draft
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import private_files
 from hvdtrain.system.user_paths import expanded
@@ -171,7 +171,7 @@ class Store:
         """Return the newest complete checkpoint, or None. A warning names each one that is skipped, and why."""
         for path in self.newest_first():
             try:
-                contents = files.read(path)
+                contents = files.scan(path)
             except CheckpointError as error:
                 log.warning("skipped: %s", error)
             else:
@@ -227,11 +227,11 @@ class Writer:
         self.is_last_lost = False
 
     def submit(
-        self, path: str | os.PathLike[str], contents: Contents, *, then: Callable[[], object] | None = None
+        self, path: str | os.PathLike[str], contents: Contents | Draft, *, then: Callable[[], object] | None = None
     ) -> None:
         """Start writing a copy that training does not change, once the one before has ended; then call `then`."""
         self._idle.wait()
-        box = [contents]
+        box: list[Contents | Draft] = [contents]
         try:
             self._idle.clear()
             threading.Thread(target=self._run, args=(box, path, then), name="hvdtrain-checkpoint", daemon=False).start()
@@ -250,7 +250,9 @@ class Writer:
         if error is not None:
             raise error
 
-    def _run(self, box: list[Contents], path: str | os.PathLike[str], then: Callable[[], object] | None) -> None:
+    def _run(
+        self, box: list[Contents | Draft], path: str | os.PathLike[str], then: Callable[[], object] | None
+    ) -> None:
         try:
             contents = box.pop()  # atomic: only one of two threads gets it
         except IndexError:

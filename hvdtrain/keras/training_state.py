@@ -11,7 +11,8 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import Fault, HostArrays, Options, State
+from hvdtrain.adapter import Fault, HostArrays, Options, State, host_arrays
+from hvdtrain.checkpoint import Kind
 from hvdtrain.keras import trained
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.model_optimizers import other_optimizers
@@ -55,12 +56,17 @@ def capture(model: keras.Model) -> State:
     has_gradient = {id(v) for v in model.trainable_weights}
     variables = _variables(model)
     return State(
-        HostArrays(variables, lambda v: np.asarray(keras.ops.convert_to_numpy(v))),
+        HostArrays(variables, lambda v: np.asarray(keras.ops.convert_to_numpy(v)), _kind),
         {_TRAINABLE: trained.flags_of(model)},
         per_rank=frozenset(name for name, v in variables.items() if id(v) in own),
         trained=frozenset(name for name, v in variables.items() if id(v) in has_gradient),
         frozen=frozenset(name for name, v in variables.items() if id(v) in weights - has_gradient),
     )
+
+
+def _kind(variable: Any) -> Kind:
+    dtype = keras.ops.convert_to_numpy(keras.ops.zeros((), variable.dtype)).dtype
+    return Kind(tuple(variable.shape), dtype)
 
 
 def restore(state: State, model: keras.Model) -> Restored:
@@ -71,10 +77,9 @@ def restore(state: State, model: keras.Model) -> Restored:
     if not model.built:
         raise ValueError(f"{model.name} is not built: call it on a batch, or give it an Input, before loading weights")
     build_optimizer(model)
-    saved = {name: array for name, array in state.arrays.items() if not name.startswith("sync.")}  # a strategy's own
+    saved = host_arrays(state.arrays).only(lambda name: not name.startswith("sync."))  # a strategy's own
     before = trained.flags_of(model)
-    weights = {name: array for name, array in saved.items() if _is_weight(name)}
-    _check({name: v for name, v in _variables(model).items() if _is_weight(name)}, weights)
+    _check({name: v for name, v in _variables(model).items() if _is_weight(name)}, saved.only(_is_weight))
     restored = Restored(trained.set_flags(model, state.meta.get(_TRAINABLE, before)))
     try:
         fits = _variables(model).keys() == saved.keys() and trained.optimizer_fits(model)
@@ -88,9 +93,7 @@ def restore(state: State, model: keras.Model) -> Restored:
     return restored
 
 
-def _build_again(
-    model: keras.Model, saved: dict[str, NDArray[Any]], *, changed: bool
-) -> tuple[dict[str, NDArray[Any]], bool]:
+def _build_again(model: keras.Model, saved: HostArrays, *, changed: bool) -> tuple[HostArrays, bool]:
     """Build the optimizer for a state whose optimizer a callback has built again; return the state by names of now.
 
     Without `changed` trainable weights, nothing is done for the state of another optimizer.
@@ -108,9 +111,8 @@ def _build_again(
             "the optimizer in the checkpoint has state of other weights, because a callback has frozen or unfrozen "
             "layers. Freeze or unfreeze the same ones before fit, in the same order"
         )
-    arrays = {name: array for name, array in saved.items() if _is_weight(name)}
     unused = dict(zip(now, copies(list(now.values())), strict=True))
-    return arrays | unused | {mine: saved[theirs] for mine, theirs in pairs.items()}, True
+    return saved.only(_is_weight) | unused | saved.renamed(pairs), True
 
 
 def _without_number(name: str) -> str:
@@ -121,11 +123,11 @@ def _is_weight(name: str) -> bool:
     return name.startswith("model.")
 
 
-def _check(current: dict[str, Any], saved: dict[str, Any]) -> None:
+def _check(current: dict[str, Any], saved: HostArrays) -> None:
     """Raise ValueError unless both have the same names and shapes."""
     for name in [*current, *saved]:
         here = tuple(current[name].shape) if name in current else "missing"
-        there = saved[name].shape if name in saved else "missing"
+        there = saved.kind(name).shape if name in saved else "missing"
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
 
@@ -258,9 +260,10 @@ def _metrics_of(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(path.rpartition("/")[0] or "metrics of an older version" for path in paths))
 
 
-def _load(variables: dict[str, Any], arrays: Arrays) -> None:
-    for name in variables.keys() & arrays.keys():
-        variables[name].assign(arrays[name])
+def _load(variables: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+    held = host_arrays(arrays)
+    for name in variables.keys() & held.keys():
+        variables[name].assign(held[name])
 
 
 class StepSnapshot:

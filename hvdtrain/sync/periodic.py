@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import Adapter, Fault, Options, Ranks, State
+from hvdtrain.adapter import Adapter, Fault, Options, Ranks, State, host_arrays
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
@@ -239,8 +239,9 @@ class Periodic(Synchronizer):
 
     def load_state(self, state: State) -> None:
         """Restore it; a checkpoint of a run without a strategy, or with other fragments, has no velocity for this."""
-        velocities = {name: array for name, array in state.arrays.items() if name.startswith(_VELOCITY)}
-        others = {name: array for name, array in state.arrays.items() if name not in velocities}
+        arrays = host_arrays(state.arrays)
+        velocities = {name: arrays[name] for name in arrays if name.startswith(_VELOCITY)}
+        others = arrays.only(lambda name: not name.startswith(_VELOCITY))
         meta = dict(state.meta)
         own = meta.pop("sync", {"steps": 0, "fragments": 0})
         super().load_state(replace(state, arrays=others, meta=meta))

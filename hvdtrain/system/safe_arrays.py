@@ -11,6 +11,22 @@ from numpy.typing import NDArray
 _MARK = "@complex128"  # at the end of a name: pairs of float64, on one more axis
 
 
+def encoded_kind(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
+    """Return the name, shape and type that `encoded` gives an array of this name, shape and type."""
+    if dtype == np.complex128:
+        return f"{name}{_MARK}", (*shape, 2), np.dtype(np.float64)
+    return name, shape, dtype
+
+
+def decoded_kind(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
+    """Return what `encoded_kind` was given; ValueError for pairs of another shape or type."""
+    if not name.endswith(_MARK):
+        return name, shape, dtype
+    if dtype != np.float64 or shape[-1:] != (2,):
+        raise ValueError(f"{name} is of type {dtype} and shape {shape}")
+    return name.removesuffix(_MARK), shape[:-1], np.dtype(np.complex128)
+
+
 def encoded(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return the arrays for safetensors, which ignores strides and takes them as in C."""
     found = {}

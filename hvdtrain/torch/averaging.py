@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from hvdtrain.adapter import host_arrays
 from hvdtrain.torch.ops import lazy, names
 from hvdtrain.torch.steps.training_state import to_host
 
@@ -55,7 +56,8 @@ class AveragedWeights:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Restore what `arrays` returned; a ValueError names the first parameter that does not fit."""
-        saved = {name: tuple(array.shape) for name, array in arrays.items()}
+        arrays = host_arrays(arrays)
+        saved = {name: arrays.kind(name).shape for name in arrays}
         here = {name: tuple(average.shape) for name, average in self._averages.items()}
         for name in [*here, *saved]:
             if saved.get(name) != here.get(name):

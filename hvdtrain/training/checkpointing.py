@@ -6,22 +6,17 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from copy import deepcopy
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hvdtrain import checkpoint
-from hvdtrain.adapter import State
-from hvdtrain.callbacks.base import CheckpointOptions, RunId, with_arrays, without_arrays
-from hvdtrain.checkpoint import Contents, Writer
+from hvdtrain.adapter import HostArrays, State, host_arrays
+from hvdtrain.callbacks.base import CheckpointOptions, RunId, with_arrays
+from hvdtrain.checkpoint import Contents, Draft, Writer
 from hvdtrain.checkpoint.lock import FolderLock, Holder
 from hvdtrain.distributed import agreement, rank_state
-from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.distributed.rank_state import Arrays
 from hvdtrain.distributed.world import World
@@ -29,17 +24,15 @@ from hvdtrain.errors import CheckpointError, HvdTrainError
 from hvdtrain.sync.synchronizer import Synchronizer
 from hvdtrain.system import scratch
 from hvdtrain.system.settings import RUN_ID
-from hvdtrain.training import learning_rate
+from hvdtrain.training import learning_rate, packing
 
 log = logging.getLogger("hvdtrain")
 
-# Prefixes of the names in `State.arrays`, and the files that they go to.
-_FILES = ("model", "optimizer", "sync")
 _HASHED = "hashed"  # in a checkpoint's meta data: the digests of frozen weights that it leaves out
 # How long to wait for an earlier start of this run to end. NFS 4 holds a lost host's locks for 90 s.
 _OWN_WRITER_S = 120.0
-# The file of callbacks' arrays, and the prefix of their names in the broadcast. They are equal on all ranks.
-_CALLBACKS, _OF_CALLBACKS = "callbacks", "max.callback."
+# The prefix of the names of callbacks' arrays in the broadcast. They are equal on all ranks.
+_OF_CALLBACKS = "max.callback."
 
 # The Trainer that last used a folder, by the folder's path: a run of this process must not resume another's.
 _users: dict[str, weakref.ref[Synchronizer]] = {}
@@ -95,7 +88,8 @@ class RunCheckpoints:
         def check() -> None:
             self._lock.describe(Holder(run.id, run.name, os.environ.get(RUN_ID)))
             left_out = state.frozen & self.options.built.keys()
-            self._store.check_writable(sum(a.nbytes for name, a in state.arrays.items() if name not in left_out))
+            own = sum(state.kind(name).nbytes for name in state.arrays if name not in left_out)
+            self._store.check_writable(own + sum(each.kind.nbytes for each in state.sharded.values()))
 
         self._on_root(check, "checkpoint folder")
 
@@ -105,16 +99,19 @@ class RunCheckpoints:
         self.saved_at = progress["global_step"]
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
         state = _state(sync, self._world)
+        place = self._store.place(progress["epoch"], progress["step"])
 
-        def submit() -> None:
+        def begin() -> Draft:
             self._writer.wait()
-            contents = pack(state, everyones, snapshot.meta, world=self._world, copy=background, built=built)
-            place = self._store.place(progress["epoch"], progress["step"])
-            self._writer.submit(place, contents, then=self._store.prune)
+            copy = background and not state.sharded
+            return packing.begin(place, state, everyones, snapshot.meta, world=self._world, copy=copy, built=built)
+
+        def submit(draft: Draft) -> None:
+            self._writer.submit(place, draft, then=self._store.prune)
             if not background:
                 self._writer.wait()
 
-        self._on_root(submit, "save")
+        packing.write(state, begin, submit, world=self._world)
 
     def describe_best(self) -> str | None:
         """Return which checkpoint is the best, on the root, if one is."""
@@ -235,11 +232,14 @@ def save(directory: Any, sync: Synchronizer, snapshot: Snapshot, *, world: World
     everyones = rank_state.gather(snapshot.arrays, world=world)
     state = _state(sync, world)
 
-    def write() -> None:
-        contents = pack(state, everyones, snapshot.meta, world=world, copy=False)
-        checkpoint.write(scratch.place(directory), contents)
+    def begin() -> Draft:
+        return packing.begin(scratch.place(directory), state, everyones, snapshot.meta, world=world)
 
-    agreement.together(write, world=world, name="save")
+    def finish(draft: Draft) -> None:
+        with closing(draft):
+            draft.finish()
+
+    packing.write(state, begin, finish, world=world)
 
 
 def read_config(directory: Any, *, world: World) -> Any:
@@ -260,14 +260,16 @@ def load(directory: Any, sync: Synchronizer, *, lr_factor: float, world: World) 
 def load_weights(directory: Any, sync: Synchronizer, *, world: World) -> None:
     """Load the weights and buffers of a checkpoint on the root; `sync.start` gives them to the others."""
     now = _state(sync, world)
+    whole = {name: each.gather(False) for name, each in now.sharded.items()}  # a collective; None but on the root
 
     def read() -> None:
         place, contents = _read(directory)
-        kept = {name: np.array(now.arrays[name]) for name in now.arrays if not name.startswith("model.")}
-        _add_frozen(place, contents, now)
-        weights = {f"model.{name}": array for name, array in contents.arrays["model"].items()}
+        optimizer = host_arrays(now.arrays).only(lambda name: not name.startswith("model."))
+        optimizer |= {name: array for name, array in whole.items() if array is not None}
+        weights = host_arrays(packing.unpack(_with_frozen(place, contents, now)).arrays)
+        weights = weights.only(lambda name: name.startswith("model."))
         try:
-            sync.load_state(State(kept | weights, now.meta))
+            sync.load_state(State(optimizer | weights, now.meta))
         except ValueError as error:
             raise CheckpointError(f"Checkpoint {place} is of another model: {error}") from error
 
@@ -276,7 +278,7 @@ def load_weights(directory: Any, sync: Synchronizer, *, world: World) -> None:
 
 def _read(directory: Any) -> tuple[Path, Contents]:
     place = scratch.found(directory)
-    contents = checkpoint.read(place)
+    contents = checkpoint.scan(place)
     if not contents.finite:
         _warn_not_finite(place, "load an earlier one.")
     return place, contents
@@ -292,7 +294,7 @@ def restore(
     find: Callable[[], tuple[Path, Contents] | None], sync: Synchronizer, *, lr_factor: float, world: World
 ) -> Snapshot | None:
     """Load the checkpoint that `find` returns, with its path, on the root; None if there is none. See `load`."""
-    arrays: Arrays = {}
+    arrays: list[HostArrays] = []
     found: list[tuple[Path, Contents]] = []
 
     def look() -> bool | None:
@@ -306,10 +308,9 @@ def restore(
 
     def read() -> dict[str, Any]:
         directory, contents = found.pop()
-        meta = contents.meta
-        _add_frozen(directory, contents, now)
+        meta, contents = contents.meta, _with_frozen(directory, contents, now)
         try:
-            sync.load_state(unpack(contents))
+            sync.load_state(packing.unpack(contents))
         except ValueError as error:
             raise CheckpointError(f"Checkpoint {directory} is of another model: {error}") from error
         del meta["adapter"]
@@ -320,19 +321,22 @@ def restore(
             written = count_ranks(meta["world_size"])
             log.info("lr %s -> %s (written on %s)", rates, sync.adapter.learning_rates, written)
         meta["restored_from"] = str(directory)
-        arrays.update(contents.arrays.get("ranks", {}))
-        arrays.update({f"0/{_OF_CALLBACKS}{name}": a for name, a in contents.arrays.get(_CALLBACKS, {}).items()})
+        callbacks = host_arrays(contents.arrays.get(packing.CALLBACKS, {}))
+        callbacks = callbacks.renamed({f"0/{_OF_CALLBACKS}{name}": name for name in callbacks})
+        arrays.append(host_arrays(contents.arrays.get("ranks", {})) | callbacks)
         return meta
 
     meta: dict[str, Any] = agreement.together(read, world=world, name="restore")
-    mine = rank_state.scatter(arrays, world=world)
+    held = arrays.pop() if arrays else HostArrays({})
+    mine = rank_state.scatter(held, world=world, nbytes=lambda name: held.kind(name).nbytes, take=held.take)
     names = [name for name in mine if name.startswith(_OF_CALLBACKS)]
     theirs = {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
     return Snapshot(mine, {**meta, "callbacks": with_arrays(meta["callbacks"], theirs)})
 
 
-def _add_frozen(place: Path, contents: Contents, now: State) -> None:
-    """Take the frozen weights that a checkpoint leaves out from the model's; CheckpointError if they are others."""
+def _with_frozen(place: Path, contents: Contents, now: State) -> Contents:
+    """Add the frozen weights that a checkpoint leaves out, from the model's; CheckpointError if they are others."""
+    added = {}
     for name, expected in contents.meta.pop(_HASHED, {}).items():
         array = now.arrays.get(f"model.{name}")
         if array is None or checkpoint.digest(array) != expected:
@@ -341,41 +345,5 @@ def _add_frozen(place: Path, contents: Contents, now: State) -> None:
                 f"Checkpoint {place} holds no frozen weights, and needs those that it was trained with. Received: a "
                 f"model whose {name} is {what}. Build the model with the same pretrained weights, then load it."
             )
-        contents.arrays["model"][name] = array
-
-
-def unpack(contents: Contents) -> State:
-    """Return the state that `pack` was given."""
-    arrays = {f"{name}.{key}": a for name in _FILES for key, a in contents.arrays.get(name, {}).items()}
-    return State(arrays, contents.meta["adapter"])
-
-
-def pack(
-    state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, copy: bool, built: dict[str, str] | None = None
-) -> Contents:
-    """Return the contents of a checkpoint, copied if training continues.
-
-    `ranks` is the result of `rank_state.gather`.
-
-    Frozen weights are left out as long as they are what the script has `built`.
-    """
-    files: dict[str, Arrays] = {name: {} for name in _FILES}
-    left_out: dict[str, tuple[NDArray[Any], str]] = {}
-    for name, array in state.arrays.items():
-        file, _, key = name.partition(".")
-        value = np.array(array, order="C") if copy else np.asarray(array)  # as it is written, not to be copied again
-        if name in state.frozen and built and name in built:
-            left_out[key] = value, built[name]
-        else:
-            files[file][key] = value
-    callbacks, arrays = without_arrays(meta["callbacks"])
-    meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": DataRanks(world).size}
-    # A deep copy, because it contains the History, which grows.
-    if not files["sync"]:  # only a strategy has state of its own
-        del files["sync"]
-    return Contents(
-        {**files, "ranks": ranks} | ({_CALLBACKS: arrays} if arrays else {}),
-        deepcopy(meta) if copy else meta,
-        trained=frozenset(name.removeprefix("model.") for name in state.trained),
-        left_out=left_out,
-    )
+        added[name] = array
+    return replace(contents, arrays={**contents.arrays, "model": host_arrays(contents.arrays["model"]) | added})

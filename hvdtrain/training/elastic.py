@@ -10,7 +10,7 @@ from hvdtrain.checkpoint import Contents
 from hvdtrain.distributed import elastic, frameworks, rank_state
 from hvdtrain.distributed.world import World
 from hvdtrain.sync.synchronizer import Synchronizer
-from hvdtrain.training import checkpointing
+from hvdtrain.training import checkpointing, packing
 from hvdtrain.training.checkpointing import Snapshot
 
 
@@ -31,7 +31,7 @@ class FitState(elastic.State):
     def commit(self, snapshot: Snapshot) -> None:
         """Replace the last commit by a copy of the current state; a collective call."""
         everyones = rank_state.gather(snapshot.arrays, world=self._world, everywhere=True)
-        self._saved = checkpointing.pack(self._sync.state(), everyones, snapshot.meta, world=self._world, copy=True)
+        self._saved = packing.pack(self._sync.state(), everyones, snapshot.meta, world=self._world, copy=True)
 
     def find(self, *, lr_factor: float) -> Snapshot | None:
         """Load the root's last commit, if it has one; see `checkpointing.load`."""
@@ -51,7 +51,7 @@ class FitState(elastic.State):
     def restore(self) -> None:
         """Load this rank's copy, to undo a step that has failed."""
         if self._saved is not None:
-            self._sync.load_state(checkpointing.unpack(self._saved))
+            self._sync.load_state(packing.unpack(self._saved))
 
     def sync(self) -> None:
         """Do nothing: `fit` synchronizes at its beginning."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from hvdtrain.adapter import Adapter, Options, State, framework_of
 from hvdtrain.callbacks.base import CallbackList, CheckpointOptions, RunId
@@ -547,7 +545,7 @@ class Trainer:
         A collective: call it on every rank, because ranks may wait for a gradient that is in flight.
         """
         state = self._sync.state()
-        return replace(state, arrays={name: np.array(array) for name, array in state.arrays.items()}) if copy else state
+        return state.copied() if copy else state
 
     def load_state(self, state: State) -> None:
         """Load what `state` returned; call it on every rank, with equal state."""

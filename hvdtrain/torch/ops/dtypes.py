@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hvdtrain.checkpoint import Kind
 from hvdtrain.torch.ops import names
 
 
@@ -55,6 +56,11 @@ def to_array(tensor: Tensor) -> NDArray[Any]:
     if tensor.dtype in _WIDER:
         tensor = tensor.to(_WIDER[tensor.dtype])
     return np.asarray((tensor.view(torch.uint8) if tensor.dtype in _BYTES else tensor).numpy())
+
+
+def kind_on_host(tensor: Tensor) -> Kind:
+    """Return the shape and type of the array that `to_array` makes of a tensor."""
+    return Kind(tuple(tensor.shape), to_array(torch.empty(0, dtype=tensor.dtype)).dtype)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
-from hvdtrain.adapter import HostArrays, State
+from hvdtrain.adapter import HostArrays, State, host_arrays
 from hvdtrain.data.trees import tree_map
 from hvdtrain.torch.ops import digests, dtypes, lazy, names
 from hvdtrain.torch.ops.names import parameters_of
@@ -56,7 +56,7 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
     for name, (optimizer, scaler) in optimizers.items():
         own, metas[name] = _capture_optimizer(optimizer, scaler)
         tensors |= {f"{_prefix(name)}{key}": tensor for key, tensor in own.items()}
-    arrays = HostArrays(tensors, dtypes.to_array, digests.of_tensor)
+    arrays = HostArrays(tensors, dtypes.to_array, dtypes.kind_on_host, digests.of_tensor)
     per_rank = frozenset(f"model.{name}" for name, _ in names.buffers(model))
     trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
     every = model.named_parameters(remove_duplicate=False)  # a tied weight has several names in a state_dict
@@ -126,18 +126,21 @@ def _prefix(name: str) -> str:
 
 def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> None:
     """Restore what `capture` returned; a ValueError names the first tensor that does not fit, before any changes."""
-    saved = {names.plain(name[6:]): array for name, array in state.arrays.items() if name.startswith("model.")}
-    lazy.materialize(_tensors(model), {name: each.shape for name, each in saved.items()})
+    arrays = host_arrays(state.arrays)
+    saved = arrays.renamed({names.plain(name[6:]): name for name in arrays if name.startswith("model.")})
+    saved_shapes = {name: saved.kind(name).shape for name in saved}
+    lazy.materialize(_tensors(model), saved_shapes)
     current = _tensors(model)
     lazy.check(current.items(), what="Loading a checkpoint")
-    shapes, saved_shapes = ({name: tuple(each.shape) for name, each in both.items()} for both in (current, saved))
+    shapes = {name: tuple(each.shape) for name, each in current.items()}
     for name in [*current, *saved]:
         here, there = shapes.get(name, "missing"), saved_shapes.get(name, "missing")
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
     for name, tensor in current.items():
-        if (saved[name].dtype.kind == "c") != tensor.is_complex():
-            raise ValueError(f"tensor {name} is {saved[name].dtype} in the checkpoint and {tensor.dtype} in the model")
+        dtype = saved.kind(name).dtype
+        if (dtype.kind == "c") != tensor.is_complex():
+            raise ValueError(f"tensor {name} is {dtype} in the checkpoint and {tensor.dtype} in the model")
     metas = state.meta.get("optimizers", {"": state.meta})
     if sorted(metas) != sorted(optimizers):
         raise ValueError(f"the checkpoint has the optimizers {sorted(metas)}, and here are {sorted(optimizers)}")
@@ -154,15 +157,15 @@ def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> Non
         dtypes.copy_array(tensor, saved[name])
     for name, (optimizer, scaler) in optimizers.items():
         prefix = _prefix(name)
-        own = {key.removeprefix(prefix): array for key, array in state.arrays.items() if key.startswith(prefix)}
-        _restore_optimizer(own, metas[name], optimizer, scaler)
+        own = {key.removeprefix(prefix): key for key in arrays if key.startswith(prefix)}
+        _restore_optimizer(arrays.renamed(own), metas[name], optimizer, scaler)
 
 
-def _restore_optimizer(arrays: dict[str, NDArray[Any]], meta: dict[str, Any], optimizer: Any, scaler: Any) -> None:
+def _restore_optimizer(arrays: HostArrays, meta: dict[str, Any], optimizer: Any, scaler: Any) -> None:
     entries: dict[int, dict[str, Any]] = {int(index): deepcopy(values) for index, values in meta["optimizer"].items()}
-    for name, array in arrays.items():
+    for name in arrays:
         index, key = name.split(".", 1)
-        value = torch.from_numpy(array.copy())  # the caller's stays as it is
+        value = torch.from_numpy(arrays.take(name))
         owner, _, place = key.rpartition(".")
         if owner:
             entries[int(index)][owner][int(place)] = value
@@ -179,7 +182,7 @@ def _restore_optimizer(arrays: dict[str, NDArray[Any]], meta: dict[str, Any], op
         owner, _, place = key.rpartition(".")
         parameter = parameters[int(index)]
         state = optimizer.state[parameter]
-        value = torch.from_numpy(arrays[name].copy()).to(parameter.device, getattr(torch, dtype))
+        value = torch.from_numpy(arrays.take(name)).to(parameter.device, getattr(torch, dtype))
         if owner:
             state[owner][int(place)] = value
         else:

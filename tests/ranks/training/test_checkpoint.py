@@ -59,9 +59,9 @@ def test_state_may_communicate_wherever_checkpoints_are_written_or_read(kit, wor
     adapter = type(first._adapter)
     alone = adapter.state
 
-    def gathered(self):
+    def gathered(self, *where):
         calls.append(world.allgather_object(world.rank, name="sharded"))
-        return alone(self)
+        return alone(self, *where)
 
     monkeypatch.setattr(adapter, "state", gathered)
     first.fit(
@@ -96,7 +96,7 @@ def test_only_the_rank_that_writes_reads_arrays(kit, world, tmp_path, monkeypatc
 def test_a_state_that_one_rank_cannot_return_ends_save_on_all(kit, world, tmp_path, monkeypatch):
     trainer = kit.trainer(kit.model())
     if world.rank == 1:
-        monkeypatch.setattr(trainer._adapter, "state", lambda: 1 / 0)
+        monkeypatch.setattr(trainer._adapter, "state", lambda *_: 1 / 0)
     with pytest.raises((ZeroDivisionError, HvdTrainError), match="division by zero"):
         trainer.save(str(tmp_path / "one"))
 

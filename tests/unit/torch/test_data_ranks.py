@@ -18,8 +18,8 @@ from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.reduction.loss_weights import LossWeights
 from hvdtrain.torch.steps.metrics import Totals
-from hvdtrain.training.checkpointing import pack
 from hvdtrain.training.pace import Pace
+from hvdtrain.training.packing import pack
 from hvdtrain.training.progress import RunProgress
 
 ROWS = torch.arange(22.0).reshape(11, 2)

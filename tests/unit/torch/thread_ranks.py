@@ -54,15 +54,15 @@ class Threads(SoloWorld):
         return {1: np.sum, 3: np.min, 4: np.max}[options["op"]](everybody, axis=0)
 
 
-def on_ranks(size, function, *, data_sets=()):
-    """Return what `function(world)` returns on each rank; raises rank 0's error first.
+def on_ranks(size, function, *, data_sets=(), kind=Threads):
+    """Return what `function(world)` returns on each rank, a world of this kind; raises rank 0's error first.
 
     `data_sets` are the lists of ranks that divide the data; none for all ranks together.
     """
     everyone, parts = Meeting(range(size)), [Meeting(ranks) for ranks in data_sets]
 
     def run(rank):
-        world = Threads(rank, size, everyone)
+        world = kind(rank, size, everyone)
         world.data_set = next((FakeProcessSet(part, rank) for part in parts if rank in part.ranks), None)
         return function(world)
 
