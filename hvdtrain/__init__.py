@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hvdtrain.adapter import Loss
     from hvdtrain.data.parquet import read_parquet
     from hvdtrain.data.sources import Sharded
+    from hvdtrain.distributed.compression import Int8, PowerSGD, TopK
     from hvdtrain.distributed.world import SoloWorld, World, init
     from hvdtrain.launch.function import run
     from hvdtrain.sync.delayed import Delayed
@@ -29,10 +30,13 @@ _HOMES = {
     "Delayed": "sync.delayed",
     "DiLoCo": "sync.diloco",
     "History": "training.progress",
+    "Int8": "distributed.compression",
     "LocalSGD": "sync.local_sgd",
     "Loss": "adapter",
+    "PowerSGD": "distributed.compression",
     "Sharded": "data",
     "SoloWorld": "distributed.world",
+    "TopK": "distributed.compression",
     "Trainer": "training.trainer",
     "World": "distributed.world",
     "init": "distributed.world",
@@ -44,8 +48,8 @@ _HOMES = {
 _SUBMODULES = ("callbacks", "checkpoint", "data", "errors", "sampling", "trainer", "world")
 
 __all__ = [
-    "Delayed", "DiLoCo", "History", "LocalSGD", "Loss", "Sharded", "SoloWorld", "Trainer", "World", "__version__",
-    "init", "prepare", "read_parquet", "run",
+    "Delayed", "DiLoCo", "History", "Int8", "LocalSGD", "Loss", "PowerSGD", "Sharded", "SoloWorld", "TopK", "Trainer",
+    "World", "__version__", "init", "prepare", "read_parquet", "run",
 ]  # fmt: skip
 
 log_filter.begin()

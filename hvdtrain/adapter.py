@@ -57,7 +57,7 @@ class Options:
     accumulate: int = 1
     clip_norm: float | None = None
     precision: str = "fp32"
-    compression: str = "none"
+    compression: str = "none"  # as `hvdtrain.distributed.compression.parse` takes it
     nan_policy: str | None = None
     micro_batch: int | str | None = None
     cutoff: bool = False  # steps are `OpenStep`s

@@ -39,6 +39,8 @@ TRAINER = ranks("trainer-torch", "weights_of_one_process or metrics or disagree 
 ALONE = ranks("trainer-torch", "test_sync.py")
 KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or groups")
 
+FEEDBACK = unit("torch/test_error_feedback.py")
+
 DEFECTS = (
     # How samples are shared out
     Defect(
@@ -198,8 +200,43 @@ DEFECTS = (
         TORCH,
     ),
     Defect(
+        "error feedback: what was not sent is forgotten",
+        "hvdtrain/torch/ops/compression/memory.py",
+        "whole.append(real if error is None else real.add_(error, alpha=scale))",
+        "whole.append(real)",
+        FEEDBACK,
+    ),
+    Defect(
+        "error feedback: a gradient that is not finite gets into the memory",
+        "hvdtrain/torch/ops/compression/memory.py",
+        "torch.where(is_finite, error, 0.0 if before is None else before)",
+        "error",
+        FEEDBACK,
+    ),
+    Defect(
+        "error feedback: a refused step changes the memory",
+        "hvdtrain/torch/reduction/reducer.py",
+        "self.options.compression.rollback()  # of an earlier step that was not taken",
+        "self.options.compression.commit()",
+        ranks("torch", "leaves_the_memory_as_it_was"),
+    ),
+    Defect(
+        "int8: the rounding of the mean is not remembered",
+        "hvdtrain/torch/ops/compression/int8.py",
+        "+= (mine - _numbers(shared, whole.dtype)) * size",
+        "+= (mine - _numbers(shared, whole.dtype)) * 0",
+        FEEDBACK,
+    ),
+    Defect(
+        "powersgd: each step begins with the first directions",
+        "hvdtrain/torch/ops/compression/powersgd.py",
+        "_drawn(name, like) if q is None else q",
+        "_drawn(name, like)",
+        FEEDBACK,
+    ),
+    Defect(
         "bf16: the first rank's part is left out of the sum",
-        "hvdtrain/torch/ops/compression.py",
+        "hvdtrain/torch/ops/compression/bf16.py",
         ".float().sum(0)",
         ".float()[1:].sum(0)",
         TORCH,

@@ -63,7 +63,12 @@ def make_adapter(
     in_half = any(layer.dtype_policy.name.endswith("mixed_float16") for layer in layers)
     if in_half and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
         plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
-    compression = getattr(hvd.Compression, options.compression)
+    compression = getattr(hvd.Compression, options.compression, None)
+    if compression is None:
+        raise ValueError(
+            "This compression is for torch. Use 'none', 'fp16' or 'bf16'. Received: "
+            f"compression={options.compression!r} for a Keras model on rank {world.rank}"
+        )
     check_optimizers(model, options)
 
     def distribute(one: Any) -> Any:

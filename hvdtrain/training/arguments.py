@@ -17,6 +17,8 @@ from hvdtrain.callbacks.progress import Progress
 from hvdtrain.callbacks.run_folder import RunFolder
 from hvdtrain.callbacks.stragglers import Stragglers
 from hvdtrain.callbacks.sync_check import SyncCheck
+from hvdtrain.distributed.compression import Scheme
+from hvdtrain.distributed.compression import parse as parse_compression
 from hvdtrain.sync.cutoff import Record
 from hvdtrain.sync.strategy import Strategy
 from hvdtrain.system import scratch
@@ -49,7 +51,7 @@ def as_config(
     accumulate: int,
     clip_norm: float | None,
     precision: str,
-    compression: str,
+    compression: Scheme | str,
     nan_policy: str | None,
     micro_batch: int | str | None,
     sync: Strategy | None,
@@ -60,7 +62,7 @@ def as_config(
 ) -> dict[str, Any]:
     """Return the Trainer's options as JSON, which all ranks compare and checkpoints keep; ValueError for a bad one."""
     check_choice("precision", precision, ("fp32", "bf16", "fp16"))
-    check_choice("compression", compression, ("none", "fp16", "bf16"))
+    compression = str(parse_compression(compression))
     if nan_policy is not None:
         check_choice("nan_policy", nan_policy, ("raise", "skip", "stop"))
     check_positive("accumulate", accumulate, int)

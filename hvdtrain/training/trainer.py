@@ -14,6 +14,7 @@ from hvdtrain.data.reading import as_source
 from hvdtrain.data.sources import Sharded, Source
 from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import agreement, frameworks, launch_environment
+from hvdtrain.distributed.compression import Scheme
 from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World, init_if_missing
 from hvdtrain.errors import HvdTrainError
@@ -78,7 +79,9 @@ class Trainer:
             (module) -> bool those for which it is true. The docs have the precise rule.
         clip_norm: largest global norm of the reduced gradient; None for no clipping.
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
-        compression: "none", "fp16" or "bf16": the type in which gradients are sent.
+        compression: the form in which gradients are sent: "none", "fp16" or "bf16", a type; or "int8",
+            "topk:0.01" (the largest 1 %), "powersgd:4" (matrices of rank 4), or `hvdtrain.Int8`, `hvdtrain.TopK`,
+            `hvdtrain.PowerSGD`. These add what a gradient has lost to the next one.
         sync: when ranks synchronize: None in every step; `hvdtrain.Delayed` in every step, but one step late;
             `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks, every so many. Checkpoints, validation and
             stops that are due between two synchronizations come after the next one.
@@ -126,7 +129,7 @@ class Trainer:
         checkpoint_activations: bool | str | Callable[[Any], Any] = False,
         clip_norm: float | None = None,
         precision: str = "fp32",
-        compression: str = "none",
+        compression: Scheme | str = "none",
         sync: Strategy | None = None,
         cutoff: float | Mapping[int, Sequence[int]] | None = None,
         nan_policy: str | None = None,
@@ -153,7 +156,7 @@ class Trainer:
             agreement.require_equal(given, world=self.world, what="the Trainer's options")
         is_cut = self._cutoff is not None
         options = Options(
-            accumulate, clip_norm, precision, compression, nan_policy, micro_batch, cutoff=is_cut,
+            accumulate, clip_norm, precision, self._config["compression"], nan_policy, micro_batch, cutoff=is_cut,
             checkpoint_activations=checkpoint_activations,
             needs=strategy.needs if strategy else NEEDS if is_cut else None,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdtrain.system.quantities import format_size, format_time, three_digits
+from hvdtrain.tools.plan.compressions import CompressionForecast, compressions
 from hvdtrain.tools.plan.model import Cluster, Forecast, Step, marginal_efficiency, pays_up_to, require
 from hvdtrain.tools.plan.strategies import (
     ENOUGH,
@@ -59,6 +60,11 @@ class Plan:
         ranks = self.forecasts[-1].ranks
         return strategies(self.step, self.cluster, ranks, moments=self.moments) if ranks > 1 else []
 
+    def compressions(self) -> list[CompressionForecast]:
+        """Return the forecast of each compression on the largest number of ranks; nothing for one host."""
+        forecast = self.forecasts[-1]
+        return compressions(self.step, self.cluster, forecast.ranks) if forecast.hosts > 1 else []
+
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as one JSON object: the options, the table's rows, and where adding ranks stops paying."""
@@ -83,6 +89,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "forecast": rows,
         "moments": plan.moments,
         "strategies": [dataclasses.asdict(each) for each in plan.strategies()],
+        "compressions": [dataclasses.asdict(each) for each in plan.compressions()],
         "wants": wanted(plan.strategies()).name if plan.strategies() else None,
     }
 
@@ -95,6 +102,9 @@ def show(plan: Plan, console: Console) -> None:
     if found := plan.strategies():
         console.print(_strategies(found, plan))
         console.print(_advice(found, plan))
+    if schemes := plan.compressions():
+        console.print(_compressions(schemes, plan))
+        console.print(_COSTS)
 
 
 def _strategies(found: Sequence[StrategyForecast], plan: Plan) -> Table:
@@ -107,6 +117,24 @@ def _strategies(found: Sequence[StrategyForecast], plan: Plan) -> Table:
     for each in found:
         cells = (each.name, format_size(each.sent_bytes), format_time(each.step_s), _percent(each.efficiency))
         table.add_row(*cells, style="bold" if each is best else None)
+    return table
+
+
+_COSTS = (
+    "\nCompressing is counted with the time of one core of a CPU; GPUs are not measured. Matrices are taken to have "
+    "1024 rows and columns."
+)
+
+
+def _compressions(found: Sequence[CompressionForecast], plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", title_style="")
+    table.title = f"\nGradients in fewer bytes, on {plan.forecasts[-1].ranks} ranks:\n"
+    table.add_column("Trainer(...)", no_wrap=True)
+    for heading in ("sent a step", "step", "pays below"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in found:
+        link = "never" if each.pays_below is None else f"{three_digits(each.pays_below * 8 / 1e9)} Gb/s"
+        table.add_row(each.name, format_size(each.sent_bytes), format_time(each.step_s), link)
     return table
 
 

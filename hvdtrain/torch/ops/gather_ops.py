@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.ops.compression import Compression, resolve
+from hvdtrain.torch.ops.compression import Compression, without_memory
 from hvdtrain.torch.ops.engine import Average, Handle, Sum
 from hvdtrain.torch.ops.reduce_ops import differentiable
 from hvdtrain.torch.ops.submit import Reduction, submit
@@ -198,7 +198,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Return `reducescatter` of each tensor, sent together."""
-    compressor = resolve(compression)
+    compressor = without_memory(compression)
     compressed, contexts = zip(*map(compressor.compress, tensors), strict=True)
     process_set = engine.global_set(process_set)
     handle = grouped_reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hvdtrain.distributed.buckets import fill_in_order
 from hvdtrain.torch.ops.wire import REDUCED
 
 _T = TypeVar("_T")
@@ -58,13 +59,12 @@ def small_together(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [*large, *alike(itertools.compress(range(len(tensors)), is_small), lambda index: kind(tensors[index]))]
 
 
-def partition(params: Sequence[_Tensor], groups: Any, bucket_bytes: int) -> list[list[_Tensor]]:
+def partition(params: Sequence[_Tensor], groups: Any) -> list[list[_Tensor]]:
     """Return the parameters that are reduced in one operation, in the same order on all ranks.
 
     Args:
         params: those of an optimizer, in its order.
-        groups: a number of groups, or lists of parameters; None or 0 for none.
-        bucket_bytes: without groups, up to so many bytes of a device travel together; 0: each parameter alone.
+        groups: a number of groups, or lists of parameters; None or 0: each parameter alone.
     """
     if isinstance(groups, int) and groups > 0:
         quotient, rest = divmod(len(params), groups)
@@ -75,11 +75,13 @@ def partition(params: Sequence[_Tensor], groups: Any, bucket_bytes: int) -> list
         found = [[p for p in group if id(p) in known] for group in groups]
         grouped = {id(p) for group in found for p in group}
         return [group for group in found if group] + [[p] for p in params if id(p) not in grouped]
-    if not bucket_bytes:
-        return [[p] for p in params]
-    # In about the order in which backward makes gradients.
+    return [[p] for p in params]
+
+
+def filled(params: Sequence[_Tensor], most_bytes: int) -> list[list[_Tensor]]:
+    """Return `params` in buckets of one device and at most so many bytes, in about the order of backward."""
     by_device = alike(reversed(params), lambda p: p.device)
-    return [bucket for group in by_device for bucket in _filled(group, bucket_bytes)]
+    return [bucket for group in by_device for bucket in _filled(group, most_bytes)]
 
 
 def buckets(params: Iterable[_Tensor]) -> list[list[_Tensor]]:
@@ -94,15 +96,7 @@ def buckets(params: Iterable[_Tensor]) -> list[list[_Tensor]]:
 
 def _filled(tensors: Sequence[_Tensor], most_bytes: int) -> list[list[_Tensor]]:
     """Return tensors, one after the other, in buckets of at most so many bytes; a larger one has its own."""
-    found: list[list[_Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not found or tensor.nbytes > room:
-            found.append([])
-            room = most_bytes
-        found[-1].append(tensor)
-        room -= tensor.nbytes
-    return found
+    return [[tensors[i] for i in bucket] for bucket in fill_in_order([tensor.nbytes for tensor in tensors], most_bytes)]
 
 
 def _split_end(params: list[_Tensor]) -> list[list[_Tensor]]:

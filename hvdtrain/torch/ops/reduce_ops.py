@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.ops.compression import Compression, resolve
+from hvdtrain.torch.ops.compression import Compression, without_memory
 from hvdtrain.torch.ops.engine import Average, Handle, Sum
 from hvdtrain.torch.ops.submit import Reduction, active_ranks_async, submit
 from hvdtrain.torch.ops.wire import from_move, to_move
@@ -121,7 +121,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Return `tensors`, each reduced over ranks, sent together; see `allreduce`."""
     how, name = _options(average, name, op, prescale_factor, postscale_factor, process_set)
-    compressor = resolve(compression)
+    compressor = without_memory(compression)
     if compressor.needs_all_ranks and how.op in (Average, Sum) and how.process_set.size() > 1:
         active = active_ranks_async(name).wait() if engine.is_global(how.process_set) else how.process_set.size()
         if active == how.process_set.size():

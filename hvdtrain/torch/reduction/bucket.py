@@ -14,8 +14,9 @@ from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUni
 
 
 def can_pack(options: ReducerOptions) -> bool:
-    """Return whether gradients may travel in buckets."""
-    return options.groups in (None, 0) and options.compression.is_cast
+    """Return whether gradients may travel together: in buckets, or by one exchange of a compressor."""
+    compressor = options.compression
+    return options.groups in (None, 0) and (compressor.is_cast or compressor.bucket_bytes > 0)
 
 
 def can_carry_flags(param: Parameter, options: ReducerOptions) -> bool:

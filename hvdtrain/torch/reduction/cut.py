@@ -258,6 +258,7 @@ class CutExchange(threading.Thread):
             named = [self._names[parameter] for parameter in sent]
             exchange = GradientExchange(gradients, self._sums, name="cutoff", compressor=self._compressor, names=named)
             gradients = exchange.wait()
+            self._compressor.commit()  # on all ranks here, since one that is behind steps later
         batches = np.array(counts[:size]).round().astype(np.int64)
         return Mean(batches, mean.weight or 0.0, round(samples), dict(zip(sent, gradients, strict=True)), fault)
 

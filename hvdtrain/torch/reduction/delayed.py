@@ -77,6 +77,7 @@ class Delayed(Exchange):
             mine = self._wait()
         except Exception:  # noqa: BLE001 - of a fit that an error has ended
             mine = None
+        super().start()  # only now no exchange changes the compressor's memory
         described = None
         if mine is not None:
             described = asdict(mine.origin), [self._names[p] for p in mine.gradients], mine.is_restored
@@ -208,6 +209,7 @@ class _Sent:
         self, names: dict[Parameter, str], origin: Origin, fault: Fault | None, compressor: Compressor, ranks: Any
     ) -> None:
         self._parameters, self._origin, self.fault = (parameters := list(names)), origin, fault
+        self._names, self._compressor = names, compressor
         self._mean = WeightedMean([float(p.grad is not None) for p in parameters], origin.total, origin.expected)
         numbers = torch.tensor(self._mean.numbers, dtype=torch.float64)
         how = Reduction(engine.Sum, process_set=ranks)
@@ -227,8 +229,11 @@ class _Sent:
     def wait(self) -> Reduced:
         """Wait for the mean, corrected for the sum of the ranks' weights."""
         self._mean.receive(self._numbers.wait()[0].tolist())
-        means = zip(self._parameters, self._exchange.wait(), self._mean.flags, strict=True)
+        means = list(zip(self._parameters, self._exchange.wait(), self._mean.flags, strict=True))
         gradients = {parameter: mean for parameter, mean, there in means if there}
+        self._compressor.rollback([self._names[parameter] for parameter, _, there in means if not there])
+        # Also of a step that will be refused: the next gradient is sent before all ranks refuse this one.
+        self._compressor.commit()
         if (correction := self._mean.correction()) != 1.0:
             for each in gradients.values():
                 each.mul_(correction)

@@ -63,6 +63,13 @@ class Exchange:
 
     def start(self) -> None:
         """Begin a fit, perhaps with other ranks than before; a collective."""
+        self.compressor.reset()
+
+    def scale_loss(self, scale: Callable[[], float]) -> None:
+        """Tell compressors with a memory by what the next gradients are multiplied; `scale` waits for a GPU."""
+        for compressor in self.compressors:
+            if compressor.has_memory:
+                compressor.loss_scale = scale()
 
     def begin(self, passes: int, *, first: bool) -> None:
         """Begin a step of so many backward passes on this rank; `first` after the metrics were reset."""
@@ -83,6 +90,11 @@ class Exchange:
 
     def load(self, arrays: Mapping[str, NDArray[Any]], meta: dict[str, Any]) -> None:
         """Restore what `state` returned, or forget it if a checkpoint has nothing of this exchange."""
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        """The compressor, or those of several optimizers."""
+        return [self.compressor]
 
     @property
     def rank_state(self) -> dict[str, NDArray[Any]]:

@@ -33,6 +33,7 @@ class HostMean(Alone):
 
     def start(self) -> None:
         """Forget the ranks of this host, which may have changed."""
+        super().start()
         self._peers = []
 
     def _find_peers(self) -> None:

@@ -53,6 +53,7 @@ class DistributedMixin(torch.optim.Optimizer):
         fuses = self._hvd_fuses and not torch.compiler.is_compiling()
         with fused_update.chosen(self) if fuses else nullcontext():
             result = super().step(*args, **kwargs)
+        reducer.options.compression.commit()
         watchdog.step_done()
         return result
 
@@ -210,7 +211,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Args:
         optimizer: any torch optimizer.
         named_parameters: `model.named_parameters()`; names show in timelines and error messages.
-        compression: `Compression.none`, `.fp16`, `.bf16`, or your own `Compressor`.
+        compression: `Compression.none`, `.fp16`, `.bf16`, `.int8`, `.topk(fraction)`, `.powersgd(rank)`, or your own
+            `Compressor`.
         backward_passes_per_step: backward passes that make up one step; their gradients add up.
         op: Average, Sum or Adasum.
         gradient_predivide_factor: with Average, divides before the sum, and multiplies after it.
@@ -236,6 +238,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     options = ReducerOptions(
         bound, op, gradient_predivide_factor, groups, sparse_as_dense, process_set, average_aggregated_gradients
     )
+    if op == Adasum and bound.has_memory:
+        raise ValueError(
+            f"Adasum combines the steps of ranks, and reduces no gradients. Received: compression={bound.name}, which "
+            "remembers what it has left out of each gradient. Use Compression.none, .fp16 or .bf16."
+        )
     mixin: type[DistributedMixin] = DistributedMixin
     if op == Adasum and engine.native().size() > 1:
         if not engine.is_global(process_set):

@@ -6,6 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from hvdtrain.torch.ops.compression import Compressor
 from hvdtrain.torch.reduction.exchange import Applied, Exchange, Made, RankGaveUp
 from hvdtrain.torch.reduction.weighted_mean import FAILED
 
@@ -19,6 +20,18 @@ class Overlapped(Exchange):
         self._optimizer = optimizer
         if hasattr(optimizer, "_hvd_reducer"):  # else several have their own
             self.compressor = optimizer._hvd_reducer.options.compression
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        """The compressor, or those of several optimizers."""
+        several = getattr(self._optimizer, "by_name", {}).values()
+        return [each._hvd_reducer.options.compression for each in several] or [self.compressor]
+
+    def start(self) -> None:
+        """Drop a step of a fit that an error has ended, and what the compressor remembers."""
+        if hasattr(self._optimizer, "_hvd_reducer"):
+            self._optimizer._hvd_reducer.forget()
+        super().start()
 
     def begin(self, passes: int, *, first: bool) -> None:
         """Send a gradient after so many passes; a rank without passes adds nothing, and zeros are sent for it."""

@@ -37,7 +37,8 @@ class Reducer:
     A unit (a parameter, a group, or a bucket) is sent as soon as backward has made all of its gradients. In
     `synchronize` the ranks first exchange flags: which gradients they have. A gradient that is missing on one rank
     counts as zeros; one that is missing on all ranks stays missing, as in one process. After the first step, small
-    gradients that were dense on all ranks are sent in buckets, and the last bucket carries the flags.
+    gradients that were dense on all ranks are sent in buckets, and the last bucket carries the flags. Where a
+    compressor takes several gradients in one exchange, those that were sparse on no rank are sent together.
 
     `named` has the parameters that the optimizer may get later too. Adasum combines steps and reduces no gradients.
     """
@@ -48,6 +49,7 @@ class Reducer:
         self.options = options
         self.passes_per_step = passes
         self.is_synchronized = False
+        self._is_sending = False  # True from a step's first operation
         self.names: dict[Parameter, str] = {param: name for name, param in named}
         self.passes: dict[Parameter, int] = {}  # since the last step, of each parameter that is reduced
         self._counts_again = False
@@ -86,7 +88,7 @@ class Reducer:
         self._held_back.update(new if self._counts_again else ())
         self._on_gpu = self._on_gpu or any(param.is_cuda for param in new)
         if self.is_distributed:
-            for members in pack.partition(new, self.options.groups, self.options.compression.bucket_bytes):
+            for members in pack.partition(new, self.options.groups):
                 self._add_unit(ReductionUnit, members)
             self._add_hooks()
 
@@ -98,7 +100,7 @@ class Reducer:
 
     @property
     def packed(self) -> NDArray[np.uint8] | None:
-        """For each parameter, whether its gradient may be sent in a bucket, equal on all ranks; None before they know.
+        """For each parameter, whether its gradient may be sent with others, equal on all ranks; None before they know.
 
         A resumed run sets it before its first step: on three ranks or more, buckets decide the last bit of sums.
         """
@@ -113,21 +115,25 @@ class Reducer:
             self._pack([param for param, flag in zip(self.passes, flags, strict=True) if flag])
 
     def _pack(self, dense: list[Parameter]) -> None:
-        """Put small gradients among those that are dense on all ranks into buckets, from the next step on."""
+        """Send such gradients together from the next step on: in buckets, or by a compressor's exchanges."""
         self._dense = dense
-        buckets = pack.buckets(dense)
+        bucket_bytes = self.options.compression.bucket_bytes
+        buckets = pack.filled(dense, bucket_bytes) if bucket_bytes else pack.buckets(dense)
         packed = {param for members in buckets for param in members}
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:
+            if bucket_bytes:
+                self._add_unit(ReductionUnit, members)
+                continue
             is_last = members is buckets[-1] and bucket.can_carry_flags(members[0], self.options)
             made = self._add_unit(bucket.Bucket, members, header=2 + 2 * len(self.passes) if is_last else 0)
             self._closing = made if is_last else None
 
     def _unpack(self) -> None:
         """Send each parameter alone again: a rank that is new to the run has no buckets yet."""
-        self._dense, self._closing = None, None
-        buckets = [unit for unit in self._units if isinstance(unit, bucket.Bucket)]
-        if not buckets:
+        was_packed, self._dense, self._closing = self._dense is not None, None, None
+        buckets = [unit for unit in self._units if isinstance(unit, bucket.Bucket) or len(unit.params) > 1]
+        if not was_packed or not buckets:
             return
         self._units = [unit for unit in self._units if unit not in buckets]
         for param in [param for unit in buckets for param in unit.params]:
@@ -197,6 +203,7 @@ class Reducer:
             self._generation = engine.generation
             self._end_step()
             self._unpack()
+            self.options.compression.reset()  # a rank that is new to the run remembers nothing
 
     def _abandon(self) -> None:
         for unit in self._units:
@@ -204,7 +211,7 @@ class Reducer:
         self._abandoned = self._in_flight
 
     def _end_step(self) -> None:
-        self._in_flight = {}
+        self._in_flight, self._is_sending = {}, False
         self.passes = dict.fromkeys(self.passes, 0)
         for unit in self._units:
             unit.reset()
@@ -222,7 +229,13 @@ class Reducer:
             unit.ready += 1
             is_complete = unit.ready == len(unit.params) and unit is not self._closing
             if is_complete and (not self._held_back or self._held_back.isdisjoint(unit.params)):
-                unit.start(self._all_active)
+                self._start(unit)
+
+    def _start(self, unit: ReductionUnit, *, sparse: bool = False) -> None:
+        if not self._is_sending:
+            self._is_sending = True
+            self.options.compression.rollback()  # of an earlier step that was not taken
+        unit.start(self._all_active, sparse=sparse)
 
     def _too_often(self, param: Parameter) -> str:
         return (
@@ -277,9 +290,7 @@ class Reducer:
         size = self.options.process_set.size()
         if self.options.compression.needs_all_ranks:
             self._all_active()  # a collective: every rank takes part in every step, even if it started no bucket
-        for unit in self._units:
-            if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
-                unit.start(self._all_active)
+        self._start_own()
         mean = WeightedMean([flag for unit in self._units for flag in unit.flags()], weight, expected)
         active, counts = self._exchange_flags(mean)
         total = mean.weight
@@ -297,10 +308,24 @@ class Reducer:
                 unit.finish(present, correction)
         # Only if all ranks took part, so that all of them pack in the same step.
         if self._packs and self._dense is None and active == size and total != FAILED:
-            counts = counts or [[(size * unit.flags()[0], 0)] for unit in self._units]
-            alone = [unit for unit, ranks in zip(self._units, counts, strict=True) if ranks[0][0] == size]
-            self._pack([unit.params[0] for unit in alone if len(unit.params) == 1])
+            self._pack(self._packable(counts))
         return total
+
+    def _packable(self, counts: _Counts | None) -> list[Parameter]:
+        """Return the parameters, each of which was sent alone, whose gradients can be sent with others."""
+        size, found = self.options.process_set.size(), []
+        for index, unit in enumerate(self._units):
+            dense, sparse = counts[index][0] if counts else (size * flag for flag in unit.flags())
+            # A compressor makes zeros small; a bucket of a few gradients does not.
+            if dense == size or (dense and not sparse and self.options.compression.bucket_bytes):
+                found.append(unit.params[0])
+        return found
+
+    def _start_own(self) -> None:
+        """Send the gradients that this rank has and backward has not sent."""
+        for unit in self._units:
+            if not unit.is_started and unit is not self._closing and any(p.grad is not None for p in unit.params):
+                self._start(unit)
 
     def _start_what_others_have(self, counts: _Counts) -> None:
         """Take part in the reductions of gradients that this rank lacks."""
@@ -313,7 +338,7 @@ class Reducer:
                 )
         for unit, ranks in zip(self._units, counts, strict=True):
             if not unit.is_started and any(map(any, ranks)):
-                unit.start(self._all_active, sparse=bool(ranks[0][1]))
+                self._start(unit, sparse=bool(ranks[0][1]))
 
     def _exchange_flags(self, mean: WeightedMean) -> tuple[int, _Counts | None]:
         """Add up weights and flags over ranks; return how many ranks have not joined, and the counts.

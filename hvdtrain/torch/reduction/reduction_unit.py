@@ -1,4 +1,4 @@
-"""Reduce in one operation a gradient, a group of gradients, or a bucket under bf16 compression."""
+"""Reduce in one operation a gradient, a group of gradients, or those of one exchange of a compressor."""
 
 from __future__ import annotations
 
@@ -113,6 +113,9 @@ class ReductionUnit:
             self.params[0].grad = (results * (self._scale * correction)).coalesce()
             return
         there = [p.grad is not None for p in self.params] if present is None else present
+        if not all(there):  # what was sent for them, such as errors of earlier steps, is not applied
+            missing = [name for name, wanted in zip(self.names, there, strict=True) if not wanted]
+            self._compressor.rollback(missing)
         for param, result, wanted in zip(self.params, results, there, strict=True):
             if wanted:
                 store_gradient(param, result.mul_(correction) if correction != 1.0 else result)

@@ -10,6 +10,7 @@ from torch import nn
 
 from hvdtrain.adapter import Need, Options, Refusal
 from hvdtrain.torch.ops import dtypes, lazy
+from hvdtrain.torch.ops.compression import resolve
 from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
 from hvdtrain.torch.steps.closure import needs_closure
 from hvdtrain.torch.steps.named_steps import check_optimizers
@@ -45,6 +46,10 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
 
 def _refusals(model: nn.Module, optimizers: dict[str, Any], options: Options) -> Iterator[Refusal]:
     """Yield what ranks must do together in every step."""
+    if resolve(options.compression).has_memory and options.precision == "fp16":
+        received = f"compression={options.compression!r} and precision='fp16'"
+        reason = "its errors have the loss's scale, which a rank that is behind does not know; use precision='bf16'"
+        yield Refusal(("open steps",), received, reason)
     unequal: tuple[Need, ...] = ("lone steps", "delay")  # steps of ranks that do not wait for each other
     each: tuple[Need, ...] = (*unequal, "open steps")
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
@@ -101,6 +106,8 @@ def _check_closure(optimizer: torch.optim.Optimizer, options: Options, *, severa
         f"nan_policy={options.nan_policy!r}": options.nan_policy and "weights move between the gradients of one step",
         "micro_batch='auto'": options.micro_batch == "auto" and "it has changed weights when memory runs out",
         "precision='fp16'": options.precision == "fp16" and "torch's loss scaling takes no closure",
+        f"compression={options.compression!r}": resolve(options.compression).has_memory
+        and "an error that is added to the gradient is not the loss's, which it searches",
     }
     for received, reason in reasons.items():
         if reason:

@@ -117,6 +117,7 @@ class Update:
         self.weights.begin(batches)
         # A rank without samples, or with none that count, adds no gradient: the optimizer reduces zeros for it.
         passes = len(batches) if everyone else sum(1 for each in self.weights.counted if each.weight)
+        self.exchanges.used.scale_loss(self._scale)
         self.exchanges.used.begin(passes, first=first)
         self.optimizer.zero_grad()
         return self.weights

@@ -131,6 +131,20 @@ def test_a_class_with_own_static_methods_is_a_compressor(hvd):
     assert hvd.Compression.fp16.compress(torch.ones(1))[0].dtype == torch.float16
 
 
+@pytest.mark.over_gloo
+def test_a_large_tensor_is_added_up_from_bf16_in_float32_in_each_slice(hvd, rank, size, native_calls):
+    numbers = 400_001  # more than two slices
+    mine = torch.randn(numbers, generator=torch.Generator().manual_seed(rank))
+    everyones = hvd.allgather(mine[None].bfloat16()).float()
+    found = hvd.allreduce(mine, op=hvd.Sum, compression=hvd.Compression.bf16)
+    assert torch.equal(found, everyones.sum(0).bfloat16().float())
+    native_calls.bytes_sent.clear()
+    hvd.allreduce(mine, compression=hvd.Compression.bf16)
+    shard = -(-numbers // size)
+    assert native_calls.bytes_sent["alltoall"] == 2 * size * shard
+    assert native_calls.bytes_sent["allgather"] == 2 * shard
+
+
 @pytest.mark.world_size(2)
 def test_a_minimum_is_not_compressed_to_bf16(hvd, rank):
     parameter = torch.nn.Parameter(torch.zeros(3))

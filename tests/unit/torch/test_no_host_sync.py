@@ -160,8 +160,9 @@ def test_what_is_read_raises_here() -> None:
 
 
 @pytest.mark.usefixtures("reduced", "values_are_read")
-def test_compression_reads_nothing_here() -> None:
+@pytest.mark.parametrize("compression", ["bf16", "int8", "topk:0.1", "powersgd:1:1"])
+def test_compression_reads_nothing_here(compression: str) -> None:
     """On a GPU the host waits all the same, in Horovod: its thread allocates what alltoall and allgather return."""
-    made = adapter(torch.nn.CrossEntropyLoss(), compression="bf16")
+    made = adapter(torch.nn.CrossEntropyLoss(), compression=compression)
     for _ in range(3):
         made.train_step([batch(LABELS)])

@@ -2,32 +2,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from in_process import document as rows
+from in_process import plan
 
-from hvdtrain.cli import program
 from hvdtrain.cli.plan import rank_counts
 from hvdtrain.tools.plan.model import read_measured
 
 VGG = ["--step", "416ms", "--gradients", "553MB", "--batch-size", "64"]
 LINK = ["--link", "25Gb/s", "--ranks-per-host", "4", "--intra", "10GB/s"]
-
-
-def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
-    """Run `hvdtrain plan` in this process and return its exit status or message."""
-    monkeypatch.setattr(sys, "argv", ["hvdtrain", "plan", *arguments])
-    with pytest.raises(SystemExit) as info:
-        program.main()
-    return info.value.code
-
-
-def rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert plan(monkeypatch, *arguments, "--json") == 0
-    document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return document
 
 
 def test_json_has_a_row_for_each_power_of_two(

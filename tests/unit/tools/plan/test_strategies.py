@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
+from in_process import plan
 
-from hvdtrain.cli import program
 from hvdtrain.tools.plan.model import Cluster, Step, forecast
 from hvdtrain.tools.plan.strategies import StrategyForecast, strategies, wanted, wanted_by_link
 
@@ -83,10 +82,7 @@ def test_no_strategy_is_wanted_for_waits_that_cost_more_than_the_link(
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["hvdtrain", "plan", "--step", "144ms", "--gradients", "80MB", *arguments])
-    with pytest.raises(SystemExit) as info:
-        program.main()
-    assert info.value.code == 0, info.value.code
+    assert plan(monkeypatch, "--step", "144ms", "--gradients", "80MB", *arguments) == 0
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
