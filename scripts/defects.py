@@ -40,6 +40,7 @@ ALONE = ranks("trainer-torch", "test_sync.py")
 KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or groups")
 
 FEEDBACK = unit("torch/test_error_feedback.py")
+KERAS_FEEDBACK = unit("keras/test_error_feedback.py")
 
 DEFECTS = (
     # How samples are shared out
@@ -233,6 +234,27 @@ DEFECTS = (
         "_drawn(name, like) if q is None else q",
         "_drawn(name, like)",
         FEEDBACK,
+    ),
+    Defect(
+        "error feedback on Keras: a refused step changes the memory",
+        "hvdtrain/keras/optimizer.py",
+        "        memory.refuse()\n",
+        "        pass\n",
+        ranks("keras-torch", "leaves_the_memory_as_it_was"),
+    ),
+    Defect(
+        "error feedback on Keras: a rank's errors are in no checkpoint",
+        "hvdtrain/keras/memories.py",
+        "for name, array in memory.state().items()}",
+        "for name, array in {}.items()}",
+        ranks("keras-torch", "test_a_compressed_run_resumes"),
+    ),
+    Defect(
+        "int8 in NumPy: the rounding of the mean is not remembered",
+        "hvdtrain/keras/error_feedback/schemes.py",
+        "+= (mine - _numbers(shared, dtype)) * size",
+        "+= (mine - _numbers(shared, dtype)) * 0",
+        KERAS_FEEDBACK,
     ),
     Defect(
         "bf16: the first rank's part is left out of the sum",

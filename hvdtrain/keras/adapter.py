@@ -27,6 +27,7 @@ from hvdtrain.keras import activations, delayed, trained, training_state
 from hvdtrain.keras.exchange import ALONE, EVERY_STEP
 from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
 from hvdtrain.keras.masks import MaskedSteps
+from hvdtrain.keras.memories import Memories
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
@@ -63,17 +64,12 @@ def make_adapter(
     in_half = any(layer.dtype_policy.name.endswith("mixed_float16") for layer in layers)
     if in_half and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
         plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
-    compression = getattr(hvd.Compression, options.compression, None)
-    if compression is None:
-        raise ValueError(
-            "This compression is for torch. Use 'none', 'fp16' or 'bf16'. Received: "
-            f"compression={options.compression!r} for a Keras model on rank {world.rank}"
-        )
     check_optimizers(model, options)
 
     def distribute(one: Any) -> Any:
-        how = {"compression": compression, "backward_passes_per_step": options.accumulate}
-        found = hvd.DistributedOptimizer(one, **how, process_set=world.data_set)
+        how: dict[str, Any] = {"compression": options.compression, "process_set": world.data_set}
+        how |= {"backward_passes_per_step": options.accumulate}
+        found = hvd.DistributedOptimizer(one, **how)
         _set_clip_norm(distributed_part(found), options.clip_norm)
         return found
 
@@ -176,6 +172,7 @@ class KerasAdapter:
         self._checked = self._ranks.size == 1 and not launch_environment.is_elastic()
         # Those that reduce. Beside others, compile()'s is often but Keras's default: it comes last.
         self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
+        self._memories = Memories(model, self._parts, options.compression)
         self._delayed: delayed.Delayed | None = None
         weigh_losses_by_samples(model)
         if self._weighted:
@@ -223,8 +220,10 @@ class KerasAdapter:
 
     @property
     def rank_state(self) -> training_state.Arrays:
-        """Seeds, variables that are not trained, and the epoch's running metrics."""
-        held = training_state.rank_state(self._model, metrics=self._training)
+        """Seeds, variables that are not trained, the epoch's running metrics, and what compression remembers."""
+        if self._memories and self._delayed is not None:
+            self._delayed.wait()
+        held = training_state.rank_state(self._model, metrics=self._training) | self._memories.state()
         return held | self._own_logs.arrays() if self._training else held
 
     @rank_state.setter
@@ -232,6 +231,7 @@ class KerasAdapter:
         training_state.set_rank_state(held, self._model)
         self._resumed = held
         self._own_logs.load(held)
+        self._memories.load(held)
         if self._has_metrics and any(".metric." in name for name in held):
             self._fresh, self._training = False, True
             self._resume_metrics()
@@ -254,6 +254,7 @@ class KerasAdapter:
             self._broadcast()
         if self._delayed is not None:
             self._delayed.start()
+        self._memories.reset()  # only now no exchange changes them
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take the step: `accumulate` passes through Keras's train step, the last of which reduces and updates."""
@@ -461,6 +462,7 @@ class KerasAdapter:
 
     def _broadcast(self) -> None:
         build_optimizer(self._model)
+        self._memories.name_weights()
         if self._world.size > 1:
             self._share_trained()
             broadcast_model(self._model, self._model.optimizer, root_rank=0)

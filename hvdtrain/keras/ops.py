@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.keras import basics
-from hvdtrain.keras.reduction import Compression, resolve
+from hvdtrain.keras.reduction import Compression, without_memory
 
 Array = NDArray[Any]
 
@@ -73,7 +73,7 @@ def operation(op: int | None, average: bool | None) -> int:
 
 def compressed(tensor: Any, compression: Any) -> tuple[Any, str | None]:
     """Return `tensor` as it is sent, and the dtype to cast the result to; None for its own."""
-    wire, back = resolve(compression).compress(tensor)
+    wire, back = without_memory(compression).compress(tensor)
     # Horovod cannot add bfloat16 up: rounded to it, but sent as float32.
     if keras.backend.standardize_dtype(wire.dtype) == "bfloat16":
         wire = keras.ops.cast(wire, "float32")
@@ -199,6 +199,30 @@ def allreduce_in_place(array: Array, *, process_set: Any | None = None, **option
         return lambda: result
     handle = module.allreduce_async_(_torch_tensor(array), **in_set(process_set), **options)
     return lambda: module.synchronize(handle).numpy()
+
+
+def begin(kind: str, array: Array, *, process_set: Any | None = None, **options: Any) -> Callable[[], Array]:
+    """Start a collective of one result on `array`, which may be overwritten; return a function that waits for it.
+
+    Args:
+        kind: "allreduce" for a mean or sum, "allgather" or "alltoall" of equal parts.
+        array: on the host. It must not be used again.
+        process_set: ranks that take part; None means all.
+        options: of Horovod's function.
+    """
+    if kind == "allreduce":
+        return allreduce_in_place(array, process_set=process_set, **options)
+    module: Any = basics.running()
+    if module is None or module.__name__ != "horovod.torch":
+        result = call(kind, array, process_set=process_set, **options)
+        return lambda: result
+    handle = getattr(module, f"{kind}_async")(_torch_tensor(array), **in_set(process_set), **options)
+
+    def wait() -> Array:
+        received = module.synchronize(handle)
+        return (received[0] if isinstance(received, tuple) else received).numpy()  # type: ignore[no-any-return]
+
+    return wait
 
 
 def _torch_tensor(array: Array) -> Any:

@@ -8,14 +8,15 @@ nothing is sent between updates, and before clipping and weight decay, so that b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras.backends import backend_module
+from hvdtrain.keras.error_feedback import ErrorFeedback
 from hvdtrain.keras.exchange import EVERY_STEP, Exchange
 from hvdtrain.keras.reduction import GradientReduction, identity
 from hvdtrain.keras.variables import agree, path, without_counters
@@ -38,6 +39,10 @@ class _StepState:
     report: Callable[..., None] | None = None  # of skipped updates; None if gradients are not checked
     may_change: Any = None  # a boolean scalar: False if the step changes no weight; None if every step does
     exchange: Exchange = EVERY_STEP
+    memory: ErrorFeedback | None = None  # None before it is needed
+    weight_names: dict[int, str] = field(
+        default_factory=dict
+    )  # in `memory`, by `identity`; empty outside of the Trainer
 
 
 class DistributedMixin(keras.optimizers.Optimizer):
@@ -120,7 +125,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         if state.report is not None:
             # Reduced gradients are equal on all ranks, so all ranks decide the same, unless they step alone.
             state.may_change = _backend.may_update(self, grads)
-            report = functools.partial(state.report, [path(v) for v in state.variables])
+            report = functools.partial(_refuse, state.memory, state.report, [path(v) for v in state.variables])
             # Flags are only made for a report: `may_update` has looked at each gradient once.
             _backend.report_unless(state.may_change, report, own, lambda: _backend.non_finite_flags(grads)())
         return super()._clip_gradients(grads)
@@ -219,6 +224,8 @@ class DistributedMixin(keras.optimizers.Optimizer):
         """Let ranks agree on variables and names, at the first step and after ranks have changed; see `agree`."""
         global _next_number
         state = self._hvd_state
+        if state.memory is not None and state.number is not None:  # ranks have changed, and begin together
+            state.memory.reset()
         mine = _next_number if state.number is None else state.number
         what = f"models under {type(self).__name__}"
         state.number = agree(self._trainable_variables, what=what, offer=mine, process_set=self._hvd_how.process_set)
@@ -237,6 +244,28 @@ class DistributedMixin(keras.optimizers.Optimizer):
         index = self._get_variable_index
         return [f"{self._prefix}.{index(v)}.{without_counters(path(v))}" for v in variables]
 
+    @property
+    def _hvd_memory(self) -> ErrorFeedback | None:
+        """What has not been sent of this rank's gradients; None if compression leaves nothing out."""
+        state, scheme = self._hvd_state, self._hvd_how.compression.scheme
+        if state.memory is None and scheme is not None:
+            state.memory = ErrorFeedback(scheme)
+        return state.memory
+
+    def _hvd_name_weights(self, names: Mapping[int, str]) -> None:
+        """Let the memory know weights by these names, by `identity`; by default, names have the optimizer's numbers."""
+        self._hvd_state.weight_names = dict(names)
+        if self._hvd_memory is not None:
+            self._hvd_memory.know(names.values())
+
+    def _hvd_how_of(self, variables: Sequence[Any]) -> GradientReduction:
+        """Return the reduction of these variables' gradients, with the memory of them."""
+        if self._hvd_memory is None:
+            return self._hvd_how
+        given, index = self._hvd_state.weight_names, self._get_variable_index
+        names = [given.get(identity(v)) or f"{index(v)}.{without_counters(path(v))}" for v in variables]
+        return replace(self._hvd_how, compression=self._hvd_memory.of(names))
+
     def _hvd_reduce(self, grads: list[Any]) -> list[Any]:
         """Return the gradients of the step's variables, reduced over ranks but for those of local variables."""
         how, variables = self._hvd_how, self._hvd_state.variables
@@ -246,10 +275,18 @@ class DistributedMixin(keras.optimizers.Optimizer):
         shared = [i for i, v in enumerate(variables) if identity(v) not in local]
         if shared:
             chosen = [variables[i] for i in shared]
-            results = _backend.reduce_gradients([grads[i] for i in shared], self._hvd_names(chosen), chosen, how)
+            names, how = self._hvd_names(chosen), self._hvd_how_of(chosen)
+            results = _backend.reduce_gradients([grads[i] for i in shared], names, chosen, how)
             for i, result in zip(shared, results, strict=True):
                 reduced[i] = result
         return reduced
+
+
+def _refuse(memory: ErrorFeedback | None, report: Callable[..., None], *facts: Any) -> None:
+    """Report a skipped update, of which nothing is remembered."""
+    if memory is not None:
+        memory.refuse()
+    report(*facts)
 
 
 def distributed_part(optimizer: Any) -> Any | None:

@@ -12,14 +12,19 @@ from typing import Any
 
 import keras
 
+from hvdtrain.distributed import compression as schemes
 from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed.compression import Int8, PowerSGD, Scheme, TopK
 from hvdtrain.keras import basics
 
 
 class Compressor:
     """The form in which gradients are sent; `wire` is the name of the sent dtype, None for their own."""
 
+    name = "none"  # in `Trainer(compression=...)`
     wire: str | None = None
+    # With which ranks remember what they have not sent; see `hvdtrain.keras.error_feedback`.
+    scheme: Scheme | None = None
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, str | None]:
@@ -43,34 +48,97 @@ class NoneCompressor(Compressor):
 class FP16Compressor(Compressor):
     """Gradients are sent and summed as float16: half the bytes, a range of 6e-8 to 65504."""
 
-    wire = "float16"
+    name, wire = "fp16", "float16"
 
 
 class BF16Compressor(Compressor):
     """Gradients are sent as bfloat16 and summed in float32: half the bytes, float32's range, 8 bits of precision."""
 
-    wire = "bfloat16"
+    name, wire = "bf16", "bfloat16"
+
+
+class SchemeCompressor(Compressor):
+    """Gradients are sent in fewer bytes; each rank remembers what it has left out (`hvdtrain.distributed.compression`).
+
+    Each optimizer has a memory of its own, which this class has not.
+    """
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme, self.name = scheme, str(scheme)
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, str | None]:
+        """Raise NotImplementedError: a tensor alone has no memory."""
+        raise NotImplementedError("This compression is for the gradients of an optimizer only.")
 
 
 class Compression:
-    """The choices for `DistributedOptimizer(compression=...)`."""
+    """The choices for `DistributedOptimizer(compression=...)`.
+
+    `int8`, `topk(fraction)` and `powersgd(rank, after_steps)` are for the gradients of an optimizer: they remember what
+    they have left out, and add it to the next gradient.
+    """
 
     none = NoneCompressor  # classes, as Horovod's are
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = SchemeCompressor(Int8())
+
+    @staticmethod
+    def topk(fraction: float) -> Compressor:
+        """Return what sends the largest numbers of each gradient; see `hvdtrain.TopK`."""
+        return SchemeCompressor(TopK(fraction))
+
+    @staticmethod
+    def powersgd(rank: int = 4, after_steps: int = PowerSGD.after_steps) -> Compressor:
+        """Return what sends matrices as products of narrow ones; see `hvdtrain.PowerSGD`."""
+        return SchemeCompressor(PowerSGD(rank, after_steps))
+
+
+_TYPES = {each.name: each for each in (NoneCompressor, FP16Compressor, BF16Compressor)}
 
 
 def resolve(compression: Any) -> Compressor:
-    """Return the compressor meant by `compression`: ours, or Horovod's or hvdtrain.torch's of the same name."""
+    """Return the compressor meant by `compression`.
+
+    Args:
+        compression: ours, or Horovod's or hvdtrain.torch's of the same name; a name or a scheme of
+            `hvdtrain.distributed.compression`.
+
+    Raises:
+        ValueError: it is none of these, or an option is outside its range.
+    """
+    if isinstance(compression, str | Scheme):
+        found = schemes.parse(compression)
+        return _TYPES[found]() if isinstance(found, str) else SchemeCompressor(found)
     if isinstance(compression, Compressor):
         return compression
     if isinstance(compression, type) and issubclass(compression, Compressor):
         return compression()
+    theirs = getattr(compression, "scheme", None)  # of a compressor of hvdtrain.torch
+    if isinstance(theirs, Scheme):
+        return SchemeCompressor(theirs)
     name = getattr(compression, "__name__", type(compression).__name__)
-    for ours in (NoneCompressor, FP16Compressor, BF16Compressor):
+    for ours in _TYPES.values():
         if name == ours.__name__:
             return ours()
-    raise ValueError(f"compression must be Compression.none, .fp16 or .bf16. Received: {compression!r}")
+    if name == "Int8Compressor":
+        return SchemeCompressor(Int8())
+    raise ValueError(
+        "compression must be Compression.none, .fp16, .bf16, .int8, .topk(0.01) or .powersgd(4), or a name or an "
+        f"object of these as for the Trainer. Received: {compression!r}"
+    )
+
+
+def without_memory(compression: Any) -> Compressor:
+    """Return the compressor for tensors that have no next step; ValueError for one that remembers gradients."""
+    found = resolve(compression)
+    if found.scheme is not None:
+        raise ValueError(
+            "This compression remembers what it has left out of each gradient, so it is for DistributedOptimizer and "
+            f"the Trainer only. Received: {found.name}. Use none, fp16 or bf16 here."
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -93,6 +161,11 @@ class GradientReduction:
     def size(self) -> int:
         """Number of ranks that take part; 0 where this one does not."""
         return basics.members(self.process_set)
+
+    def rank(self) -> int:
+        """This process's number among them."""
+        module = basics.running()
+        return 0 if module is None else int((self.process_set or module).rank())
 
     def active(self) -> bool:
         """True if gradients are reduced: in an elastic job also on one rank, whose compiled step may get more."""
@@ -146,12 +219,17 @@ def reduction_of(
     in_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if not (groups is None or in_lists or (isinstance(groups, int) and groups > 0)):
         raise ValueError(f"groups must be a positive integer or lists of variables. Received: {groups!r}")
+    compressor = resolve(compression)
+    if compressor.scheme is not None and groups is not None:
+        raise ValueError(
+            f"compression={compressor.name} sends all gradients together. Leave out groups. Received: groups={groups!r}"
+        )
     devices = {"device_dense": device_dense, "device_sparse": device_sparse}
     if any(devices.values()) and keras.backend.backend() != "tensorflow":
         raise ValueError(f"Devices are TensorFlow's; Keras runs on {keras.backend.backend()}. Received: {devices}")
     return GradientReduction(
         op=op,
-        compression=resolve(compression),
+        compression=compressor,
         predivide=float(gradient_predivide_factor),
         groups=groups,
         device_dense=device_dense,

@@ -98,7 +98,7 @@ class _KerasMarks:
                 "framework": f"keras/{keras.backend.backend()}",
                 "gradient_bytes": updates * sum(num_bytes(v) for v in model.trainable_variables),
                 "reduced": bool(how is not None and how.active()),
-                "wire": {None: "none", "float16": "fp16", "bfloat16": "bf16"}[how.compression.wire if how else None],
+                "wire": how.compression.name if how else "none",
             }
         self._recorder.step_done()
 

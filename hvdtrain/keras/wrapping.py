@@ -42,7 +42,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         name: prefix of the names of reductions; equal on all ranks.
         device_dense: TensorFlow device of the reductions; TensorFlow backend only.
         device_sparse: likewise, for tf.IndexedSlices.
-        compression: the type in which gradients are sent: Compression.none, .fp16 or .bf16.
+        compression: the form in which gradients are sent: Compression.none, .fp16, .bf16, .int8, .topk(fraction) or
+            .powersgd(rank), or a name or an object of these as for the Trainer.
         sparse_as_dense: reduce tf.IndexedSlices as dense tensors instead of gathering their rows.
         gradient_predivide_factor: divide before the sum and multiply after it; with op=Average only.
         op: Average or Sum.
@@ -134,7 +135,7 @@ def load_model(
         filepath: a .keras or .h5 file, as keras.models.load_model takes it.
         custom_optimizers: optimizer classes of your own that the file names.
         custom_objects: further objects that the file names.
-        compression: what travels: Compression.none, .fp16 or .bf16.
+        compression: the form in which gradients are sent, as for `DistributedOptimizer`.
         legacy_opts: must be False, or ValueError: Keras 3 has no legacy optimizers.
     """
     if legacy_opts:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.keras import basics, ops, wrapping
 from hvdtrain.keras.basics import Average
-from hvdtrain.keras.reduction import Compression, resolve
+from hvdtrain.keras.reduction import Compression, without_memory
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -50,7 +50,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if module is None:
         return optimizer
-    kind = resolve(compression)
+    kind = without_memory(compression)
     if kind.wire == "bfloat16":
         raise ValueError("An optimizer of tf.compat.v1 takes Compression.none or .fp16. Received: Compression.bf16")
     theirs = module.Compression.fp16 if kind.wire == "float16" else module.Compression.none

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.keras.backends import tensorflow as backend
 from hvdtrain.keras.basics import Average
-from hvdtrain.keras.reduction import Compression, GradientReduction, identity, reduction_of
+from hvdtrain.keras.reduction import Compression, GradientReduction, identity, reduction_of, without_memory
 from hvdtrain.keras.variables import path, without_counters
 from hvdtrain.keras.wrapping import weights_of
 
@@ -122,7 +122,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         raise ValueError("The tape is already distributed: its gradients would be reduced twice.")
     how = reduction_of(
         op=op,
-        compression=compression,
+        compression=without_memory(compression),
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
         groups=groups,

@@ -96,7 +96,9 @@ def reduce_gradients(
 
 
 def buckets_of(wires: Sequence[Tensor], variables: Sequence[Any], how: GradientReduction) -> list[list[int]]:
-    """Return positions of tensors that are sent together."""
+    """Return positions of tensors that are copied together, to be sent together."""
+    if how.compression.scheme is not None:
+        return [[i] for i in range(len(wires))]
     buckets = how.buckets(variables) or small_together([w.nbytes for w in wires])
     return by_dtype(buckets, [w.dtype.name for w in wires])
 
@@ -116,6 +118,11 @@ def start(
     names: list[str], buckets: list[list[int]], how: GradientReduction, *, shapes: list[Any], flat: Iterable[Any]
 ) -> Callable[[], list[Any]]:
     """Start to reduce the arrays of `flat_arrays`, in place; return a function that waits for the gradients."""
+    if how.compression.scheme is not None:
+        compressed: Any = how.compression
+        arrays = [array.reshape(shape) for array, shape in zip(flat, shapes, strict=True)]
+        means: Callable[[], list[Any]] = compressed.start(arrays, names[0], how)
+        return means
     pending: list[Callable[[], Any]] = []
     for bucket, array in zip(buckets, flat, strict=True):
         reduce = _reduce_bf16 if array.dtype == ml_dtypes.bfloat16 else _allreduce

@@ -207,6 +207,8 @@ def reduce_unwatched(
     gradients: Sequence[Tensor], names: Sequence[str], variables: Sequence[Any], how: GradientReduction
 ) -> list[Tensor]:
     """Return what `reduce_gradients` does, without a record of the wait."""
+    if how.compression.scheme is not None:
+        return _reduce_compressed(gradients, names[0], how)
     reduced = [tf.convert_to_tensor(g) if how.sparse_as_dense else g for g in gradients]
     dense = [i for i, g in enumerate(reduced) if not isinstance(g, tf.IndexedSlices)]
     for i, gradient in enumerate(reduced):
@@ -244,6 +246,24 @@ def _reduce_dense(tensors: list[Tensor], names: list[str], variables: list[Any],
         for i, result in zip(bucket, results, strict=True):
             outputs[i] = tf.cast(result, tensors[i].dtype)
     return outputs
+
+
+def _reduce_compressed(gradients: Sequence[Tensor], name: str, how: GradientReduction) -> list[Tensor]:
+    """Return means of what ranks send of their gradients, sparse ones as dense ones; the host compresses them."""
+    compressed: Any = how.compression
+    dense = [tf.convert_to_tensor(g) for g in gradients]
+    wires = [compressed.compress(g)[0] for g in dense]
+
+    def on_host(*arrays: Any) -> list[Any]:
+        means: list[Any] = compressed.start(arrays, name, how)()
+        return means
+
+    with tf.device("/CPU:0"):
+        if tf.executing_eagerly():
+            means = on_host(*(w.numpy() for w in wires))
+        else:
+            means = tf.numpy_function(on_host, wires, [w.dtype for w in wires])
+    return [tf.cast(tf.ensure_shape(m, g.shape), g.dtype) for m, g in zip(means, dense, strict=True)]
 
 
 def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

@@ -120,6 +120,10 @@ def start(
         in_all = Reduction(hvd.Sum, postscale_factor=how.sum_factor, process_set=process_set)
         return BF16Compressor().exchange(gradients, in_all, names[0]).wait
     wires = [how.compression.compress(g)[0].contiguous() for g in gradients]
+    if how.compression.scheme is not None:
+        compressed: Any = how.compression
+        means = compressed.start(wires, names[0], how)
+        return lambda: [mean.to(g.dtype) for mean, g in zip(means(), gradients, strict=True)]
     common: dict[str, Any] = {"op": how.op, **how.scales, **in_set(how.process_set)}
     groups = how.buckets(variables)
     buckets = by_dtype(groups or small_together([w.nbytes for w in wires]), [str(w.dtype) for w in wires])

@@ -72,7 +72,8 @@ class Delayed(Exchange):
 
     def finish(self, part: Any, gradients: list[Any]) -> tuple[list[Any], Any]:
         """Return the mean of the step before, and whether there is one."""
-        variables, how = part._hvd_state.variables, part._hvd_how
+        variables = part._hvd_state.variables
+        how = part._hvd_how_of(variables)
         names = part._hvd_names(variables) if how.active() else []
 
         def swap(gradients: list[Any]) -> Any:
@@ -118,6 +119,10 @@ class Delayed(Exchange):
             part.gradient_accumulation_steps = passes
             part._hvd_use(self)
         part._iterations.assign_add((passes or 1) - 1)  # `apply` has counted one pass
+
+    def wait(self) -> None:
+        """Wait for the gradient in flight, whose reduction changes what compression remembers; a collective."""
+        self._in_flight.mean()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the parts of `State.arrays` and `State.meta` that are of the gradient in flight; a collective."""

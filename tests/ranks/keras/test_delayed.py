@@ -149,7 +149,7 @@ class Begins(Callback):
         self.events.append("begin")
 
 
-def check_that_the_graph_reduces_during_the_forward_pass(monkeypatch):
+def check_that_the_graph_reduces_during_the_forward_pass(monkeypatch, compression):
     import tensorflow as tf
 
     module = importlib.import_module(IN_FLIGHT)
@@ -178,14 +178,15 @@ def check_that_the_graph_reduces_during_the_forward_pass(monkeypatch):
         return results
 
     monkeypatch.setattr(module, "reduce_unwatched", reduce)
-    fit(model(Waits()), 32, epochs=1, callbacks=[Begins(begun)])
+    fit(model(Waits()), 32, epochs=1, callbacks=[Begins(begun)], compression=compression)
     assert missing[-4:] == [0, 0, 0, 0]
 
 
 @pytest.mark.world_size(2)
-def test_a_gradient_is_reduced_while_the_next_step_computes(monkeypatch):
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_gradient_is_reduced_while_the_next_step_computes(monkeypatch, compression):
     if BACKEND == "tensorflow":
-        check_that_the_graph_reduces_during_the_forward_pass(monkeypatch)
+        check_that_the_graph_reduces_during_the_forward_pass(monkeypatch, compression)
         return
     events = []
     module = importlib.import_module(IN_FLIGHT)
@@ -203,7 +204,7 @@ def test_a_gradient_is_reduced_while_the_next_step_computes(monkeypatch):
     monkeypatch.setattr(module, "start", start)
     monkeypatch.setattr(World, "allreduce", heartbeat)
     monkeypatch.setattr(interval, "INTERVAL_S", 0.0)  # a heartbeat in each step, where no gradient is in flight
-    fit(model(), 32, epochs=1, callbacks=[Begins(events)])
+    fit(model(), 32, epochs=1, callbacks=[Begins(events)], compression=compression)
     step = ["begin", "wait", "heartbeat", "start"]
     # SyncCheck, which Trainer adds, compares ranks after the first step, and waits for its gradient.
     assert events == ["begin", "heartbeat", "start", "wait", "begin", "heartbeat", "start", *step, *step, "wait"]

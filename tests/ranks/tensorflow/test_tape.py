@@ -274,6 +274,8 @@ def test_what_cannot_work_says_so_on_every_rank():
     for bad in ({"op": hvd.Max}, {"groups": 0}, {"gradient_predivide_factor": 2.0, "op": hvd.Sum}):
         with pytest.raises(ValueError, match="Received"):
             hvd.DistributedGradientTape(tape, **bad)
+    with pytest.raises(ValueError, match=r"is for DistributedOptimizer and the Trainer only. Received: topk:0.1"):
+        hvd.DistributedGradientTape(tape, compression=hvd.Compression.topk(0.1))
     with pytest.raises(ValueError, match="already distributed"):
         hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape))
     with pytest.raises(TypeError, match=r"must be a tf\.GradientTape"):

@@ -80,6 +80,18 @@ def test_an_optimizer_that_is_distributed_is_refused(compiled):
         hvdtrain.Trainer(net, **({} if compiled else {"optimizer": optimizer, "loss": "mse"}))
 
 
+@pytest.mark.parametrize("compression", ["powersgd:4", hvdtrain.TopK(0.1), "int8"])
+def test_one_process_compresses_nothing(compression):
+    nets = [make_model(), make_model()]
+    nets[1].set_weights(nets[0].get_weights())
+    for net, each in zip(nets, ("none", compression), strict=True):
+        trainer = hvdtrain.Trainer(net, optimizer="sgd", loss="mse", compression=each)
+        trainer.fit((X, Y), epochs=1, batch_size=2, progress=False, run_dir=None)
+        assert not any("error" in name or "powersgd" in name for name in trainer._adapter.rank_state)
+    for ours, theirs in zip(*(net.get_weights() for net in nets), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_micro_batches_are_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"micro_batch is for torch.*Use a smaller batch_size, and accumulate"):
         hvdtrain.Trainer(make_model(), optimizer="sgd", loss="mse", micro_batch="auto")

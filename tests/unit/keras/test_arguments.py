@@ -9,6 +9,7 @@ keras = pytest.importorskip("keras")
 import numpy as np  # noqa: E402
 
 import hvdtrain.keras as hvd  # noqa: E402
+from hvdtrain.keras import reduction  # noqa: E402
 from hvdtrain.keras.reduction import GradientReduction  # noqa: E402
 from hvdtrain.keras.variables import without_counters  # noqa: E402
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("solo")
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor"),
         ({"groups": 0}, "groups"),
         ({"groups": "all"}, "groups"),
-        ({"compression": "fp16"}, "compression"),
+        ({"compression": "fp12"}, "compression"),
+        ({"compression": "topk:2"}, "compression"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -97,3 +99,11 @@ def test_warmup_needs_to_know_its_steps():
     callback.set_params({"steps": None})
     with pytest.raises(ValueError, match="steps_per_epoch"):
         callback.on_train_begin()
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])
+def test_compression_may_be_a_name_as_for_the_trainer(name):
+    by_name, by_object = (reduction.resolve(each) for each in (name, getattr(hvd.Compression, name)))
+    assert type(by_name) is type(by_object)
+    assert by_name.name == name
+    hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=name)
