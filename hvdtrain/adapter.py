@@ -277,6 +277,11 @@ class WeightAccess(Protocol):
         """Start to average `arrays` over ranks. Return a function that waits, and returns the means, bit for bit equal.
 
         It may overwrite `arrays`.
+
+        Args:
+            arrays: any values; changes of `weights()`, if the compression has a memory.
+            name: of the operations.
+            compression: as in `Options`. What it leaves out of changes is added to the next changes of these weights.
         """
 
     def to_host(self, array: Any) -> NDArray[Any]:

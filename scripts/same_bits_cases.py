@@ -247,6 +247,9 @@ def torch_cases() -> dict[str, Case]:
         cases[f"{name} skip"] = Case(net, partial(strategy, sync=sync, nan_policy="skip"), data=with_nan)
     streaming = partial(hvdtrain.DiLoCo, every=4, fragments=2, overlap=1)
     cases["diloco streaming"] = Case(net, partial(strategy, sync=streaming))
+    cases["diloco streaming int8"] = Case(net, partial(strategy, sync=streaming, compression="int8"))
+    cases["local_sgd topk"] = Case(net, partial(strategy, sync=SYNCS["local_sgd later"], compression="topk:0.1"))
+    cases["diloco powersgd"] = Case(net, partial(strategy, sync=SYNCS["diloco"], compression="powersgd:1:1"))
     within = partial(hvdtrain.LocalSGD, every=3, within="host")
     cases["local_sgd within"] = Case(net, partial(strategy, sync=within, accumulate=2, clip_norm=0.5))
     delayed = partial(strategy, sync=hvdtrain.Delayed)
@@ -353,6 +356,8 @@ def keras_cases() -> dict[str, Case]:
     cases["fit class weight"] = Case(net, options, fit={"class_weight": {0: 2.0, 1: 0.5}})
     cases["nan skip"] = Case(net, partial(options, nan_policy="skip"), data=with_nan)
     cases["local_sgd"] = Case(net, partial(options, sync=SYNCS["local_sgd"]))
+    cases["local_sgd topk"] = Case(net, partial(options, sync=SYNCS["local_sgd later"], compression="topk:0.1"))
+    cases["diloco powersgd"] = Case(net, partial(options, sync=SYNCS["diloco"], compression="powersgd:1:1"))
     cases["diloco adam fp16"] = Case(net, partial(options, sync=SYNCS["diloco"], adam=True, compression="fp16"))
     return cases
 

@@ -297,7 +297,7 @@ class KerasAdapter:
 
     def weight_access(self) -> WeightAccess:
         """Return access to weights and optimizer state."""
-        return WeightAccess(self._model, self._world)
+        return WeightAccess(self._model, self._world, self._memories.changes)
 
     def eval_step(self, batch: Batch) -> None:
         """Add a batch to Keras's metrics."""

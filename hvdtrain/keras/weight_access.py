@@ -9,19 +9,28 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.distributed.gradient_memory import CHANGE
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
+from hvdtrain.keras.error_feedback import ErrorFeedback
 from hvdtrain.keras.model_optimizers import all_optimizers
-from hvdtrain.keras.training_state import assign, copies, number
+from hvdtrain.keras.reduction import GradientReduction, identity
+from hvdtrain.keras.training_state import assign, copies, number, weights_by_name
 
 Array = NDArray[Any]
 
 
 class WeightAccess:
-    """See `hvdtrain.adapter.WeightAccess`. Arrays are NumPy's: values pass through the host, once in many steps."""
+    """See `hvdtrain.adapter.WeightAccess`. Arrays are NumPy's: values pass through the host, once in many steps.
 
-    def __init__(self, model: keras.Model, world: World) -> None:
-        self._model, self._world = model, world
+    Args:
+        model: the model.
+        world: the ranks.
+        changes: compresses changes of the weights, if the compression has a memory.
+    """
+
+    def __init__(self, model: keras.Model, world: World, changes: ErrorFeedback | None = None) -> None:
+        self._model, self._world, self._changes = model, world, changes
 
     def agree(self) -> None:
         """Make counters the largest of any rank, and loss scales the smallest."""
@@ -58,7 +67,9 @@ class WeightAccess:
         _unflatten(arrays, self._state()[0])
 
     def mean(self, arrays: Sequence[Array], *, name: str, compression: str) -> Callable[[], list[Array]]:
-        """Average over all ranks at once; Horovod cannot add up bfloat16, so only float16 makes less traffic."""
+        """Average over all ranks at once; Horovod cannot add up bfloat16, so of types only float16 sends less."""
+        if self._changes is not None and compression == self._changes.name:
+            return self._mean_of_changes(self._changes, arrays, name)
         wire = np.float16 if compression == "fp16" else None
         with recorder.waiting():
             found = [
@@ -67,6 +78,17 @@ class WeightAccess:
             ]
         means = [mean.astype(each.dtype) for mean, each in zip(found, arrays, strict=True)]
         return lambda: means
+
+    def _mean_of_changes(self, changes: ErrorFeedback, arrays: Sequence[Array], name: str) -> Callable[[], list[Array]]:
+        names = {identity(v): f"{CHANGE}{name}" for name, v in weights_by_name(self._model).items()}
+        groups = list(_groups(self._model.trainable_variables).values())
+        parts = [part for array, same in zip(arrays, groups, strict=True) for part in _parts(array, same)]
+        compressor = changes.of([names[identity(v)] for same in groups for v in same])
+        with recorder.waiting():
+            means = compressor.start(parts, name, GradientReduction())()
+        for part, mean in zip(parts, means, strict=True):
+            part[...] = mean
+        return lambda: list(arrays)
 
     def to_host(self, array: Array) -> Array:
         """Return the array."""
@@ -111,5 +133,10 @@ def _flat(variables: Sequence[Any]) -> list[Array]:
 
 def _unflatten(arrays: Sequence[Array], variables: Sequence[Any]) -> None:
     for array, same in zip(arrays, _groups(variables).values(), strict=True):
-        ends = np.cumsum([int(np.prod(v.shape)) for v in same])[:-1]
-        assign(same, [part.reshape(v.shape) for part, v in zip(np.split(array, ends), same, strict=True)])
+        assign(same, _parts(array, same))
+
+
+def _parts(array: Array, variables: Sequence[Any]) -> list[Array]:
+    """Return views of a flat array, of the shapes of variables."""
+    ends = np.cumsum([int(np.prod(v.shape)) for v in variables])[:-1]
+    return [part.reshape(v.shape) for part, v in zip(np.split(array, ends), variables, strict=True)]

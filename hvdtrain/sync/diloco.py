@@ -18,7 +18,9 @@ class DiLoCo(Strategy):
 
     See Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, which takes AdamW
     as the inner optimizer, every=500, lr=0.7 and momentum=0.9. The outer step is taken after each epoch too. Its
-    momentum is in checkpoints. Everything else is as in `LocalSGD`, which is DiLoCo with lr=1 and momentum=0.
+    momentum is in checkpoints. Everything else is as in `LocalSGD`, which is DiLoCo with lr=1 and momentum=0. With
+    `compression`, the outer momentum gets the mean of what ranks have sent (Thérien et al., "MuLoCo: Muon is a
+    practical inner optimizer for DiLoCo", 2025).
 
     With `overlap`, no step waits for an exchange that is shorter than so many steps: it is in flight during these, and
     what a rank learns meanwhile is added to the result. With `fragments`, the weights are divided, and every /

@@ -22,7 +22,9 @@ class LocalSGD(Strategy):
 
     Between synchronizations each rank clips its own gradient. Momentum and Adam's averages are averaged with the
     weights: they are sent too, so SGD with momentum sends twice as much as plain SGD, and Adam three times. The
-    Trainer's `compression` sends the changes of the weights in half precision, and the averages in bfloat16.
+    Trainer's `compression` is of the changes of the weights since the last synchronization; averages are then sent in
+    bfloat16. What "int8", "topk:0.01" and "powersgd:4" leave out of a change, a rank adds to its next one (Basu et al.,
+    "Qsparse-local-SGD", 2019).
 
     With within="host", in PyTorch, the ranks of a host are synchronous: they step with the mean of their gradients, and
     weights are averaged between hosts every so many steps (hierarchical local SGD, in the paper on post-local SGD).

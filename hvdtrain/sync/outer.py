@@ -17,6 +17,10 @@ class Outer:
     torch.optim.SGD, for the gradient -d. With lr=1 and momentum=0, the weights become their mean.
 
     Without `keeps_anchor`, which is for lr=1 and momentum=0, it averages weights instead of changes, and needs no copy.
+
+    A compression with error feedback sends C(x - a + e) in place of x - a, where e is what this rank has not sent
+    before, and d is the mean of what ranks send (Basu et al., "Qsparse-local-SGD", 2019, with lr=1 and momentum=0;
+    Thérien et al., "MuLoCo", 2025, for DiLoCo).
     """
 
     def __init__(self, access: WeightAccess, *, lr: float, momentum: float, keeps_anchor: bool) -> None:

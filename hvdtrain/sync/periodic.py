@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter, Fault, Options, Ranks, State, host_arrays
 from hvdtrain.data.sources import Batch
-from hvdtrain.distributed.compression import Scheme, parse
+from hvdtrain.distributed.compression import PowerSGD, parse
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
@@ -67,10 +67,11 @@ class Periodic(Synchronizer):
         self._outers: list[Outer] = []
         self._identities: list[list[int]] = []  # of the weights that they synchronize
         recorder.exchanges = recorder.exchanges or 0
-        if isinstance(parse(options.compression), Scheme):
-            raise ValueError(
-                "Ranks that step alone exchange weights, and this compression is of gradients. Use 'none', 'fp16' or "
-                f"'bf16'. Received: compression={options.compression!r}"
+        scheme = parse(options.compression)
+        if isinstance(scheme, PowerSGD) and scheme.after_steps and world.size > 1:
+            adapter.notes.append(
+                f"changes of weights are sent as they are in the first {scheme.after_steps} exchanges: "
+                f"{scheme.name} counts these, not steps"
             )
 
     @property

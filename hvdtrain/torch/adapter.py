@@ -29,7 +29,7 @@ from hvdtrain.torch.ops.finite import first_non_finite
 from hvdtrain.torch.ops.gpu_clock import GpuClock
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.reduction.loss_weights import Counted
-from hvdtrain.torch.reduction.weight_access import Optimizers, WeightAccess
+from hvdtrain.torch.reduction.weight_access import Changes, Optimizers, WeightAccess
 from hvdtrain.torch.steps import activations, meta_device, training_state
 from hvdtrain.torch.steps.arguments import check, check_collectives
 from hvdtrain.torch.steps.attempt import Attempt
@@ -119,6 +119,7 @@ class TorchAdapter:
         self._updates = {name: Update(each, model, name=name, **self._how) for name, each in optimizers.items()}
         self._joined: dict[Chosen, Update] = {}  # of the optimizers that one loss has trained
         self._update = next(iter(self._updates.values()))
+        self._changes = Changes(self._update.exchanges.names, options.compression)
         self._names = Names(list(optimizers), world)
         self.fault: Fault | None = None
         self._is_built, self._is_checked = lazy.first(model) is None, False
@@ -182,6 +183,7 @@ class TorchAdapter:
         held[_SYNCS] = np.array([self._syncs_in_forward, self._syncs_in_evaluation], np.uint8)
         for update in self._updates.values():
             held |= update.rank_state
+        held |= self._changes.compressor.state()
         if self._training:
             held |= self._totals.arrays()
         return held
@@ -200,6 +202,7 @@ class TorchAdapter:
         self._micro_batches.rank_state = held
         for update in self._updates.values():
             update.rank_state = held
+        self._changes.compressor.load(held)
         self._training = self._totals.load(held) or self._training
 
     def reseed(self, seeds: Mapping[str, int]) -> None:
@@ -222,6 +225,7 @@ class TorchAdapter:
             hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
         for update in self._updates.values():
             update.start()
+        self._changes.compressor.reset()
 
     def _build(self, batch: Batch) -> None:
         """Give lazy modules their shapes by the first batch, on all ranks, which then begin with the root's weights."""
@@ -244,7 +248,7 @@ class TorchAdapter:
     def weight_access(self) -> WeightAccess:
         """Return access to weights and optimizer state."""
         lazy.check(lazy.tensors(self._model).items(), what="What reads weights before the first step")
-        return WeightAccess(self._optimizers(), self._world)
+        return WeightAccess(self._optimizers(), self._world, self._changes)
 
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Forward and backward over each batch, one reduced and clipped update over all."""

@@ -81,7 +81,8 @@ class Trainer:
         precision: "fp32", "bf16" or "fp16" (with loss scaling) for the forward and backward pass.
         compression: the form in which gradients are sent: "none", "fp16" or "bf16", a type; or "int8",
             "topk:0.01" (the largest 1 %), "powersgd:4" (matrices of rank 4), or `hvdtrain.Int8`, `hvdtrain.TopK`,
-            `hvdtrain.PowerSGD`. These add what a gradient has lost to the next one.
+            `hvdtrain.PowerSGD`. These add what a gradient has lost to the next one. With `hvdtrain.LocalSGD` and
+            `hvdtrain.DiLoCo`, it is of changes of the weights.
         sync: when ranks synchronize: None in every step; `hvdtrain.Delayed` in every step, but one step late;
             `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks, every so many. Checkpoints, validation and
             stops that are due between two synchronizations come after the next one.

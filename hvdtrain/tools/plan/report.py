@@ -164,7 +164,9 @@ def _advice(found: Sequence[StrategyForecast], plan: Plan) -> str:
     sent = kept.get(
         plan.moments, f"weights and the optimizer's averages, {1 + plan.moments} times the gradients' bytes"
     )
-    return f"\n{text}. LocalSGD and DiLoCo send {sent} (--moments {plan.moments}); fragments send weights alone."
+    sent += f" (--moments {plan.moments}); fragments send weights alone."
+    sent += " With compression, averages are sent as bfloat16." if plan.moments else ""
+    return f"\n{text}. LocalSGD and DiLoCo send {sent}"
 
 
 def _table(plan: Plan) -> Table:

@@ -5,6 +5,7 @@ With T_comp, T_sync and waiting as in `model`, and X the time of an allreduce of
 - in every step: T_comp + exposed + waiting; with fp16 on the wire, half the bytes;
 - delayed by a step: max(T_comp, T_sync) + waiting, where an allreduce runs beside the computation;
 - every k steps: T_comp + X / k + waiting / sqrt(k), since the sum of k independent times spreads by sqrt(k);
+- every k steps with compression: as every k steps, with X of fewer bytes, and the time of compressing;
 - every k steps in f fragments, each in flight for o steps: T_comp + f * max(0, X_f - o * T_comp) / k + waiting /
   sqrt(k), X_f being the allreduce of one fragment, which has no moments.
 """
@@ -15,10 +16,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hvdtrain.tools.plan.compressions import COMPRESSIONS
 from hvdtrain.tools.plan.model import Cluster, Step, allreduce, forecast
 
 ENOUGH = 0.9  # of a lone rank's speed
 _LOCAL, _DILOCO, _FRAGMENTS, _IN_FLIGHT = 8, 100, 4, 10
+_SCHEME = COMPRESSIONS[-1]  # of changes of weights: the scheme that sends least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,11 @@ def strategies(step: Step, cluster: Cluster, ranks: int, *, moments: int) -> lis
         busy_s = step.compute_s + exchange_s / every
         return found(name, size_bytes / every, busy_s, every_step.waiting_s / math.sqrt(every))
 
+    def compressed(strategy: str, every: int) -> StrategyForecast:
+        size_bytes = (_SCHEME.share(ranks) + moments / 2) * step.gradient_bytes  # averages are sent as bfloat16
+        exchange_s = sum(allreduce(cluster, size_bytes, ranks)) + _SCHEME.seconds_per_byte * step.gradient_bytes
+        return alone(f"sync={strategy}(every={every}), {_SCHEME.name}", every, exchange_s, size_bytes)
+
     whole_s = sum(allreduce(cluster, whole, ranks))
     fragment_s = sum(allreduce(cluster, step.gradient_bytes / _FRAGMENTS, ranks))
     left_s = _FRAGMENTS * max(0.0, fragment_s - cluster.overlap * _IN_FLIGHT * step.compute_s)
@@ -87,6 +95,8 @@ def strategies(step: Step, cluster: Cluster, ranks: int, *, moments: int) -> lis
         alone(f"sync=LocalSGD(every={_LOCAL})", _LOCAL, whole_s, whole),
         alone(f"sync=DiLoCo(every={_DILOCO})", _DILOCO, whole_s, whole),
         alone(streaming, _DILOCO, left_s, step.gradient_bytes),
+        compressed("LocalSGD", _LOCAL),
+        compressed("DiLoCo", _DILOCO),
     ]
 
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from hvdtrain import adapter
 from hvdtrain.data.trees import as_array
+from hvdtrain.distributed.gradient_memory import CHANGE
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import engine, pack
@@ -26,11 +27,46 @@ Optimizers = Mapping[str, tuple[Any, Any]]  # optimizer and precision scaler by 
 _SCALE = ("scale", "_growth_tracker")  # of a GradScaler's state
 
 
+class Changes:
+    """Sends changes of weights in the form that a compressor with a memory gives them.
+
+    Args:
+        names: of the model's parameters.
+        compression: as `resolve` takes it.
+    """
+
+    def __init__(self, names: Mapping[Parameter, str], compression: str) -> None:
+        # Other names than those of the gradients, whose errors are of synchronous steps.
+        self._names = {parameter: f"{CHANGE}{name}" for parameter, name in names.items()}
+        self.compressor = resolve(compression).bind(list(self._names.values()))
+
+    def mean(
+        self, changes: Sequence[Tensor], parameters: Sequence[Parameter], how: Reduction, name: str
+    ) -> Callable[[], list[Tensor]]:
+        """Start to average flat `changes` of these parameters; return a function that waits for the means."""
+        groups = pack.alike(parameters, lambda each: _kind(as_real(each.detach())))
+        parts = []
+        for change, same in zip(changes, groups, strict=True):
+            parts += pack.parts(change, [as_real(each.detach()).shape for each in same])
+        names = [self._names[each] for same in groups for each in same]
+        exchange = GradientExchange(parts, how, name=name, compressor=self.compressor, names=names)
+
+        def wait() -> list[Tensor]:
+            for part, mean in zip(parts, exchange.wait(), strict=True):
+                part.copy_(mean)
+            self.compressor.commit()  # ranks never refuse an exchange of weights
+            return list(changes)
+
+        return wait
+
+
 class WeightAccess:
     """See `hvdtrain.adapter.WeightAccess`. Weights in half precision are averaged in float32."""
 
-    def __init__(self, optimizers: Optimizers, world: World, only: Sequence[Parameter] | None = None) -> None:
-        self._optimizers, self._world, self._only = optimizers, world, only
+    def __init__(
+        self, optimizers: Optimizers, world: World, changes: Changes, only: Sequence[Parameter] | None = None
+    ) -> None:
+        self._optimizers, self._world, self._changes, self._only = optimizers, world, changes, only
 
     def agree(self) -> None:
         """Give all ranks the same entries of optimizer state; counters become the largest, loss scales the smallest."""
@@ -77,7 +113,7 @@ class WeightAccess:
         ends = np.cumsum([p.numel() for p in parameters])
         places = np.minimum((ends - 1) * number // ends[-1], number - 1).tolist()
         members = [[p for p, place in zip(parameters, places, strict=True) if place == part] for part in range(number)]
-        return [WeightAccess(self._optimizers, self._world, only) for only in members]
+        return [WeightAccess(self._optimizers, self._world, self._changes, only) for only in members]
 
     def identities(self) -> list[int]:
         """Return which weights these are."""
@@ -100,13 +136,16 @@ class WeightAccess:
         _unflatten(arrays, self._moments())
 
     def mean(self, arrays: Sequence[Tensor], *, name: str, compression: str) -> Callable[[], list[Tensor]]:
-        """Start to average over all ranks; compression is the type in which values are sent."""
-        how = Reduction(engine.Average, process_set=engine.global_set())
-        exchange = GradientExchange(arrays, how, name=name, compressor=resolve(compression))
+        """Start to average over all ranks."""
+        how, compressor = Reduction(engine.Average, process_set=engine.global_set()), resolve(compression)
+        if compressor.has_memory:
+            finish = self._changes.mean(arrays, self._parameters(), how, name)
+        else:
+            finish = GradientExchange(arrays, how, name=name, compressor=compressor).wait
 
         def wait() -> list[Tensor]:
             with recorder.waiting():
-                return exchange.wait()
+                return finish()
 
         return wait
 
@@ -192,8 +231,12 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if tensor.dtype in (torch.float32, torch.float64) else torch.float32
 
 
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return _wide(tensor), tensor.device
+
+
 def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    return pack.alike(tensors, lambda tensor: (_wide(tensor), tensor.device))
+    return pack.alike(tensors, _kind)
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:

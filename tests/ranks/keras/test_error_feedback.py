@@ -15,6 +15,7 @@ from hvdtrain.callbacks import Callback, Checkpoint, SyncCheck
 from hvdtrain.data import sharding
 from hvdtrain.distributed.compression import first_directions
 from hvdtrain.errors import NonFiniteError
+from hvdtrain.keras.weight_access import WeightAccess
 
 BACKEND = keras.backend.backend()
 SCHEMES = ["int8", "topk:0.1", "powersgd:2:2"]
@@ -269,6 +270,8 @@ HOWS = {
     "delayed": {"sync": hvdtrain.Delayed()},
     "fp16": {"precision": "fp16"},
     "delayed bf16": {"precision": "bf16", "sync": hvdtrain.Delayed()},
+    "alone": {"sync": hvdtrain.LocalSGD(2, after_steps=1)},
+    "outer": {"sync": hvdtrain.DiLoCo(2), "precision": "fp16"},
 }
 
 
@@ -293,6 +296,9 @@ class StopAt(Callback):
         everywhere("topk:0.1", "fp16"),
         ("int8", "fp16"),
         everywhere("powersgd:2:2", "delayed bf16"),
+        everywhere("int8", "alone"),
+        everywhere("powersgd:2:1", "outer"),
+        ("topk:0.1", "outer"),
     ],
 )
 def test_a_compressed_run_resumes_bit_for_bit(shared_tmp_path, scheme, how):
@@ -393,6 +399,95 @@ def test_ranks_that_have_changed_begin_without_errors():
     assert part._hvd_memory.state()
     part.agree_on_model()  # as hvd.elastic does
     assert part._hvd_memory.state() == {}
+
+
+def noted_exchanges(monkeypatch, net, given, found):
+    """Note what is given to each exchange of changes, and what it returns."""
+    shapes = {f"sync/{name}": w.shape for name, w in zip((KERNEL, BIAS), net.get_weights(), strict=True)}
+    mean = WeightAccess.mean
+
+    def by_name(arrays):
+        (array,) = arrays
+        parts = np.split(array.copy(), np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1])
+        return {name: each.reshape(shape) for each, (name, shape) in zip(parts, shapes.items(), strict=True)}
+
+    def noted(access, arrays, *, name, compression):
+        if name == "sync.moments":
+            return mean(access, arrays, name=name, compression=compression)
+        given.append(by_name(arrays))
+        means = mean(access, arrays, name=name, compression=compression)()
+        found.append(by_name(means))
+        return lambda: means
+
+    monkeypatch.setattr(WeightAccess, "mean", noted)
+
+
+@pytest.mark.every_backend
+@pytest.mark.world_size(2, 3)
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("sync", [hvdtrain.LocalSGD(2), hvdtrain.DiLoCo(2, lr=0.7, momentum=0.9)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ranks_that_step_alone_send_changes_as_in_a_simulation(scheme, sync, monkeypatch, collectives):
+    x, y = numbers(1, 47, INPUTS), numbers(2, 47, OUTPUTS)
+    net = keras.Sequential([keras.Input((INPUTS,)), keras.layers.Dense(OUTPUTS)])
+    given, found = [], []
+    noted_exchanges(monkeypatch, net, given, found)
+    weights = dict(zip((f"sync/{KERNEL}", f"sync/{BIAS}"), net.get_weights(), strict=True))
+    sgd = keras.optimizers.SGD(LR)
+    trainer = hvdtrain.Trainer(net, optimizer=sgd, loss=product, compression=scheme, sync=sync)
+    weights = dict(zip(weights, net.get_weights(), strict=True))  # the root's
+    trainer.fit((x, y), epochs=3, batch_size=BATCH, progress=False, run_dir=None, callbacks=[SyncCheck(every=1)])
+    shard = -(-3 // hvd.size())  # of 2 blocks and 1
+    of_each = {"int8": 260 * (hvd.size() * shard + shard), "topk:0.1": 8 * (32 + 1), "powersgd:2:2": 4 * (2 * 48 + 8)}
+    whole = 4 * (INPUTS * OUTPUTS + OUTPUTS) - of_each[scheme] if scheme == "powersgd:2:2" else 0
+    sent = sum(nbytes for _, name, nbytes in collectives if name.startswith("sync.0"))
+    assert sent == len(found) * of_each[scheme] + 2 * whole  # PowerSGD sends two exchanges as they are
+    everyones = hvd.allgather_object(given)
+    assert len(found) >= 6
+    errors, velocity = [{} for _ in everyones], dict.fromkeys(weights, 0.0)
+    lr, momentum = (0.7, 0.9) if isinstance(sync, hvdtrain.DiLoCo) else (1.0, 0.0)
+    means_of = formula(scheme)
+    for mine, of_ranks in zip(found, zip(*everyones, strict=True), strict=True):
+        for name, mean in means_of(of_ranks, errors).items():
+            np.testing.assert_allclose(mine[name], mean, atol=1e-6)
+            velocity[name] = momentum * velocity[name] + mean
+            weights[name] = weights[name] + lr * (mean + momentum * velocity[name])
+    for ours, right in zip(net.get_weights(), weights.values(), strict=True):
+        np.testing.assert_allclose(ours, right, atol=1e-6)
+    held = memory(trainer)
+    for name, error in errors[trainer.world.rank].items():
+        np.testing.assert_allclose(held[f"mean.error.{name}"], error, atol=1e-6)
+    assert max(np.abs(each).max() for name, each in held.items() if "error" in name) > 0
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("sync", [hvdtrain.LocalSGD(2, after_steps=1), hvdtrain.DiLoCo(2)])
+@pytest.mark.parametrize("scheme", ["topk:1.0", "powersgd:16:0"])
+def test_without_loss_ranks_that_step_alone_train_the_weights_without_compression(scheme, sync):
+    nets = [model(), model()]
+    for net, compression in zip(nets, ("none", scheme), strict=True):
+        sgd = keras.optimizers.SGD(LR)
+        trainer = hvdtrain.Trainer(net, optimizer=sgd, loss="mse", compression=compression, sync=sync)
+        trainer.fit(data(), epochs=2, batch_size=BATCH, progress=False, run_dir=None)
+    for a, b in zip(*(net.get_weights() for net in nets), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_that_are_not_finite_leave_no_nan_in_the_memory(scheme):
+    class Poison(Callback):
+        def on_step_end(self, trainer, step):
+            if trainer.global_step == 5 and trainer.world.rank == 1:
+                weights = net.get_weights()
+                weights[0][...] = np.nan
+                net.set_weights(weights)
+
+    net = model()
+    trainer = fit(net, data(38), compression=scheme, callbacks=[Poison()], sync=hvdtrain.LocalSGD(2))
+    assert not all(np.isfinite(each).all() for each in net.get_weights())  # as without compression, on each rank
+    held = memory(trainer)
+    assert any(name.startswith("mean.error.sync/") for name in held)
+    assert all(np.isfinite(each).all() for each in held.values())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import hvdtrain
 from hvdtrain.callbacks import EMA, Callback, Checkpoint
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.reduction.weight_access import WeightAccess
+from hvdtrain.torch.reduction.weight_access import Changes, WeightAccess
 
 
 @pytest.mark.world_size(2)
@@ -248,7 +248,8 @@ def test_both_halves_of_a_bf16_mean_are_sent_while_the_rank_does_something_else(
         return gather(*args, **kwargs)
 
     monkeypatch.setattr(native, "allgather_async", sends)
-    access = WeightAccess({"": (torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler(enabled=False))}, world)
+    optimizers = {"": (torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler(enabled=False))}
+    access = WeightAccess(optimizers, world, Changes({}, "none"))
     mean = access.mean([torch.full((1000,), 1.0 + world.rank)], name="mean", compression="bf16")
     assert second_half.wait(20)
     assert mean()[0].unique().tolist() == [1.5]

@@ -15,7 +15,7 @@ from trainer_kit import BATCH, assert_close, data, fit, model
 import hvdtrain
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.reduction.weight_access import WeightAccess
+from hvdtrain.torch.reduction.weight_access import Changes, WeightAccess
 
 
 def alone(optimizer, groups, *, every, after=0, lr=1.0, momentum=0.0, clip_norm=None, epochs=2):
@@ -214,7 +214,8 @@ def streamed(size, *, every, fragments, overlap, lr=0.7, momentum=0.9, epochs=2)
     x, y = data()
     nets = [model() for _ in range(size)]
     optimizers = [kit.OPTIMIZERS["sgd"](net) for net in nets]
-    whole = WeightAccess({"": (optimizers[0], torch.amp.GradScaler("cpu", enabled=False))}, hvdtrain.init("torch"))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    whole = WeightAccess({"": (optimizers[0], scaler)}, hvdtrain.init("torch"), Changes({}, "none"))
     parts = whole.parts(fragments)
     where = [[i for i, p in enumerate(nets[0].parameters()) if any(p is each for each in part._only)] for part in parts]
     anchor = [p.detach().clone() for p in nets[0].parameters()]

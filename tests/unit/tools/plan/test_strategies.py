@@ -17,7 +17,8 @@ GIGABIT = Cluster(link_bytes_per_s=1e9 / 8, link_efficiency=1448 / 1538, overlap
 
 
 def by_name(found: list[StrategyForecast]) -> dict[str, StrategyForecast]:
-    return {each.name.removeprefix("sync=").partition("(")[0]: each for each in found}
+    """Return those without compression of changes."""
+    return {each.name.removeprefix("sync=").partition("(")[0]: each for each in found if "), comp" not in each.name}
 
 
 def test_the_forecast_is_near_what_was_measured_over_a_gigabit_link() -> None:
@@ -37,6 +38,18 @@ def test_strategies_that_send_less_are_never_slower() -> None:
         assert names["None"].step_s >= names['compression="fp16"'].step_s
         assert names["LocalSGD"].step_s > names["DiLoCo"].step_s
         assert all(0 < each.efficiency <= 1 for each in found)
+
+
+def test_compressed_changes_are_counted_with_the_averages_that_are_sent_as_bfloat16() -> None:
+    for moments in (0, 1, 2):
+        slow = Cluster(link_bytes_per_s=1e8 / 8)
+        found = {each.name: each for each in strategies(STEP, slow, 2, moments=moments)}
+        for name, every in (("LocalSGD", 8), ("DiLoCo", 100)):
+            plain = found[f"sync={name}(every={every})"]
+            compressed = found[f'sync={name}(every={every}), compression="powersgd:4"']
+            assert compressed.sent_bytes == pytest.approx((8 / 1024 + moments / 2) * 80.15e6 / every)
+            assert compressed.step_s < plain.step_s
+            assert compressed.step_s >= STEP.compute_s + 0.6e-9 * 80.15e6 / every  # compressing takes a core's time
 
 
 def test_a_step_with_delayed_gradients_takes_the_longer_one_of_computing_and_reducing() -> None:
