@@ -86,11 +86,18 @@ def _measure(options: argparse.Namespace) -> list[str]:
     if options.gpu:
         return _run(_gpu_parts(options.workload, plan), options.out)
     if options.link:
-        links, peers = asked.links(options)
+        names, workloads, peers = asked.links(options)
         asked.keep_to_cores(plan.ranks)
-        chosen = {f"link-{name}": slow_links.LINKS[name] for name in links}
-        return _run({name: partial(slow_links.measure, chosen[name], peers, plan, say=_say) for name in chosen},
-                    options.out)  # fmt: skip
+        return _run(
+            {
+                slow_links.result_name(link, workload): partial(
+                    slow_links.measure, link, workload, peers, plan, say=_say
+                )
+                for link in (slow_links.LINKS[name] for name in names)
+                for workload in workloads
+            },
+            options.out,
+        )
     few = (["lenet"], ["ddp", "trainer"]) if options.quick else (["*"], ["*"])
     workloads = [WORKLOADS[name] for name in asked.choose("workload", options.workload or few[0], tuple(WORKLOADS))]
     peers = asked.choose("peer", options.peer or few[1], catalog.NAMES)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import scaling, slow_links, startup
 from benchmarks.steps import Plan
+from benchmarks.workloads import LINK_MLP, LINK_MLPS, Workload
 
 SECTIONS = ("sweep", "steps", "startup", "overhead", "scaling", "growth")
 # What the other sections measure is fixed: of all workloads and peers, these; nothing where they have their own.
@@ -26,7 +27,7 @@ _MEASURING = ("workload", "peer", "section", *_NUMBERS, "horovod_python", "quick
 _NO_USE = {
     "show": _MEASURING,
     "gpu": ("peer", "section", "np", "horovod_python", "quick", "link"),
-    "link": ("workload", "section", "np", "horovod_python", "quick"),
+    "link": ("section", "np", "horovod_python", "quick"),
 }
 _QUICK = {"rounds": 2, "launches": 1, "seconds": 0.3}
 
@@ -77,13 +78,15 @@ def plan(options: argparse.Namespace) -> Plan:
     return Plan(ranks, horovod_python=options.horovod_python, **{**(_QUICK if options.quick else {}), **given})
 
 
-def links(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the links and peers that --link asks for. Raises BadInputError where they cannot be here."""
+def links(options: argparse.Namespace) -> tuple[list[str], list[Workload], list[str]]:
+    """Return the links, workloads and peers that --link asks for. Raises BadInputError where they cannot be here."""
     names = choose("link", options.link, tuple(slow_links.LINKS))
-    peers = choose("peer", options.peer or ["*"], [peer.name for peer in slow_links.PEERS])
+    wanted = choose("workload", options.workload or [LINK_MLP.name], [each.name for each in LINK_MLPS])
+    workloads = [each for each in LINK_MLPS if each.name in wanted]
+    peers = choose("peer", options.peer or ["*"], [p.name for each in workloads for p in slow_links.peers_of(each)])
     if why := slow_links.why_not(names):
         raise BadInputError(f"--link makes two hosts of this one, which is not possible here: {why}")
-    return names, peers
+    return names, workloads, peers
 
 
 def sections(options: argparse.Namespace) -> list[str]:

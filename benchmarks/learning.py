@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning --data-dir DIR
 
-DIR has MNIST's IDX files, or a part of them. Each strategy trains the same MLP on two ranks, with the same samples in
+DIR has MNIST's IDX files, or a part of them. Each strategy trains the same model on two ranks, with the same samples in
 the same order; a seed decides weights and order. "none" are gradients in every step, and the spread of its seeds is
 what a strategy's loss is compared with. The speed of a slow link is another measurement.
 """
@@ -25,6 +25,9 @@ import hvdtrain
 STRATEGIES: dict[str, dict[str, Any]] = {
     "none": {},
     "none, fp16": {"compression": "fp16"},
+    "none, int8": {"compression": "int8"},
+    "none, topk:0.01": {"compression": "topk:0.01"},
+    "none, powersgd:4:78": {"compression": "powersgd:4:78"},
     "Delayed()": {"sync": {"strategy": "Delayed"}},
     "LocalSGD(8)": {"sync": {"strategy": "LocalSGD", "every": 8}},
     "LocalSGD(32)": {"sync": {"strategy": "LocalSGD", "every": 32}},
@@ -34,6 +37,35 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "DiLoCo(100)": {"sync": {"strategy": "DiLoCo", "every": 100}},
     "DiLoCo(32, fragments=4, overlap=6)": {"sync": {"strategy": "DiLoCo", "every": 32, "fragments": 4, "overlap": 6}},
 }
+
+
+def mlp(width: int) -> Any:
+    """Return an MLP over an image's pixels."""
+    from torch import nn
+
+    hidden = [nn.Linear(28 * 28, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, 10))
+
+
+def transformer() -> Any:
+    """Return a transformer to which the 28 rows of an image are tokens: 2 layers of width 128, 400,000 parameters."""
+    import torch
+    from torch import nn
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(28, 128)
+            self.places = nn.Parameter(0.02 * torch.randn(28, 128))
+            layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True, norm_first=True)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.classes = nn.Linear(128, 10)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:  # 28 * 28 numbers for each image
+            tokens = self.embed(images.view(len(images), 28, 28)) + self.places
+            return self.classes(self.layers(tokens).mean(1))  # (batch, 10)
+
+    return Rows()
 
 
 def train(options: argparse.Namespace) -> None:
@@ -46,12 +78,11 @@ def train(options: argparse.Namespace) -> None:
     world = hvdtrain.init("torch", seed=options.seed)
     train, test = mnist_data.load(data_dir=options.data_dir)
     torch.manual_seed(options.seed)
-    width = options.width
-    model = torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(28 * 28, width), torch.nn.ReLU(),
-        torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 10),
-    )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
+    model = transformer() if options.model == "transformer" else mlp(options.width)
+    if options.model == "transformer":
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), options.lr)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), options.lr, momentum=options.momentum)
     loss = torch.nn.CrossEntropyLoss()
     strategy = STRATEGIES[options.strategy]
     trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=loss, metrics=["accuracy"], **strategy)
@@ -96,7 +127,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")
-    parser.add_argument("--width", type=int, default=4096, help="of the two hidden layers: 20M parameters")
+    parser.add_argument("--model", choices=["mlp", "transformer"], default="mlp", help="transformer: by Adam")
+    parser.add_argument("--width", type=int, default=4096, help="of the MLP's two hidden layers: 20M parameters")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--only", action="append", choices=STRATEGIES, help="a strategy; may be given again")

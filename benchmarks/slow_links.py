@@ -1,4 +1,4 @@
-"""Step times of two hosts with a slow link between them: torch DDP, hvdtrain on each data plane, and its strategies.
+"""Step times of two hosts with a slow link between them: torch DDP, hvdtrain on each data plane, its strategies; Keras.
 
 The hosts are network namespaces of this machine (`benchmarks/hosts.py`) with a rank each, and tc limits what each may
 send. What matters then is the link: two ranks need 8 x (bytes of the gradients) / rate seconds for an allreduce, which
@@ -67,7 +67,7 @@ _DDP = {**catalog.ONE_THREAD, "GLOO_SOCKET_IFNAME": _INTERFACE}
 _FP16 = {"BENCH_COMPRESSION": "fp16"}
 _GLOO = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}  # stopped between its turns, it would count as dead after 30 s
 _OURS = ("horovod",)
-PEERS = (
+PEERS: tuple[Peer, ...] = (
     Peer("alone", "no exchange", "plain", "copies", environment=catalog.ONE_THREAD, averages=False),
     Peer("ddp", "torch DDP, Gloo", "ddp", "torchrun", environment=_DDP),
     Peer("ddp-fp16", "torch DDP, Gloo, fp16 hook", "ddp", "torchrun", environment={**_DDP, **_FP16}),
@@ -75,6 +75,12 @@ PEERS = (
     Peer("gloo-fp16", "hvdtrain, Gloo, fp16", "hvdtrain", "horovodrun", ("--gloo",), {**_GLOO, **_FP16}, _OURS),
     Peer("mpi", "hvdtrain, Open MPI", "hvdtrain", "horovodrun", ("--mpi",), {}, _OURS),
     Peer("mpi-fp16", "hvdtrain, Open MPI, fp16", "hvdtrain", "horovodrun", ("--mpi",), _FP16, _OURS),
+    Peer("gloo-int8", "hvdtrain, Gloo, int8", "hvdtrain", "horovodrun", ("--gloo",),
+         {**_GLOO, "BENCH_COMPRESSION": "int8"}, _OURS, averages=False),
+    Peer("gloo-topk", "hvdtrain, Gloo, topk:0.01", "hvdtrain", "horovodrun", ("--gloo",),
+         {**_GLOO, "BENCH_COMPRESSION": "topk:0.01"}, _OURS, averages=False),
+    Peer("gloo-powersgd", "hvdtrain, Gloo, powersgd:4:0", "hvdtrain", "horovodrun", ("--gloo",),
+         {**_GLOO, "BENCH_COMPRESSION": "powersgd:4:0"}, _OURS, averages=False),
     Peer("gloo-exchange", "the reduction alone, Gloo", "exchange", "horovodrun", ("--gloo",), _GLOO, _OURS,
          averages=False),
     Peer("mpi-exchange", "the reduction alone, Open MPI", "exchange", "horovodrun", ("--mpi",), {}, _OURS,
@@ -88,10 +94,43 @@ PEERS = (
     Peer("diloco", "Trainer, DiLoCo(every=100)", "trainer", "horovodrun", ("--mpi",),
          {"BENCH_SYNC": "DiLoCo:100"}, _OURS, averages=False, cycle=100),
 )  # fmt: skip
+_SCHEMES = {"none": "none", "int8": "int8", "topk": "topk:0.01", "powersgd": "powersgd:4:0"}
+# Changes of weights in fewer bytes. Plain SGD: nothing else is sent.
+PEERS += tuple(
+    Peer(f"{name}-{each}", f"Trainer, {title}, plain SGD, Gloo, {scheme}", "trainer", "horovodrun", ("--gloo",),
+         {**_GLOO, "BENCH_SYNC": sync, "BENCH_MOMENTUM": "0", "BENCH_COMPRESSION": scheme}, _OURS,
+         averages=False, cycle=cycle)
+    for name, title, sync, cycle in (
+        ("local-sgd", "LocalSGD(every=8)", "LocalSGD:8", 8), ("diloco", "DiLoCo(every=100)", "DiLoCo:100", 100)
+    )
+    for each, scheme in _SCHEMES.items()
+)  # fmt: skip
+# On Keras, of each backend: the Trainer in every step, with compression too, and `Delayed`.
+KERAS_PEERS = (
+    PEERS[0],
+    Peer("keras", "Trainer, Gloo", "trainer", "horovodrun", ("--gloo",), _GLOO, _OURS),
+    Peer("keras-delayed", "Trainer, Delayed(), Gloo", "trainer", "horovodrun", ("--gloo",),
+         {**_GLOO, "BENCH_SYNC": "Delayed"}, _OURS, averages=False),
+    *(
+        Peer(f"keras-{each}", f"Trainer, Gloo, {scheme}", "trainer", "horovodrun", ("--gloo",),
+             {**_GLOO, "BENCH_COMPRESSION": scheme}, _OURS, averages=False)
+        for each, scheme in _SCHEMES.items() if each != "none"
+    ),
+)  # fmt: skip
 # The peer whose step is T_sync of another one's: the same bytes over the same data plane, and nothing else.
 _REDUCTIONS = {
     "gloo": "gloo-exchange", "delayed-gloo": "gloo-exchange", "mpi": "mpi-exchange", "delayed": "mpi-exchange",
 }  # fmt: skip
+
+
+def peers_of(workload: Workload) -> tuple[Peer, ...]:
+    """Return the peers that are compared on a workload of `LINK_MLPS`."""
+    return PEERS if workload is LINK_MLP else KERAS_PEERS
+
+
+def result_name(link: Link, workload: Workload) -> str:
+    """Return the name of the file of results."""
+    return f"link-{link.name}" + ("" if workload is LINK_MLP else f"-{workload.backend}")
 
 
 def why_not(names: Sequence[str]) -> str:
@@ -157,11 +196,13 @@ class LinkGroup(Group):
         return {name: text for name, text in made.items() if not name.startswith("SSH_")} | own
 
 
-def measure(link: Link, names: Sequence[str], plan: steps.Plan, *, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    link: Link, workload: Workload, names: Sequence[str], plan: steps.Plan, *, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Return what results/link-NAME.json holds."""
     # A dense step over 100 Mb/s takes 7 s: one to warm up and three that count are enough.
     plan = replace(plan, ranks=len(HOSTS), warm_up=1, least_steps=3)
-    peers = [peer for peer in PEERS if peer.name in names]
+    peers = [peer for peer in peers_of(workload) if peer.name in names]
     folder = Path(tempfile.mkdtemp(prefix="hvlink-", dir="/tmp"))
     try:
         with hosts.Hosts(*HOSTS, folder=folder) as network:
@@ -170,7 +211,7 @@ def measure(link: Link, names: Sequence[str], plan: steps.Plan, *, say: Callable
             if link.delay_ms:
                 network.delay(HOSTS[-1], link.delay_ms / 1000)
             start = partial(_start, network)
-            result = steps.measure(LINK_MLP, peers, plan, say=say, start=start)
+            result = steps.measure(workload, peers, plan, say=say, start=start)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {**result, **_as_rows(link, result), **facts.collect()}
@@ -182,7 +223,8 @@ def _start(network: hosts.Hosts, workload: Workload, peer: Peer, plan: steps.Pla
 
 def bound_s(link: Link, peer: Peer, compute_s: float) -> float:
     """Return what no step in which this peer exchanges its gradients can be faster than."""
-    element_bytes = 2 if peer.environment.get("BENCH_COMPRESSION") else 4
+    # With error feedback, no number of bytes is needed for one gradient.
+    element_bytes = {"none": 4, "fp16": 2}.get(peer.environment.get("BENCH_COMPRESSION", "none"), 0)
     return max(compute_s, link.seconds(element_bytes * PARAMETERS))
 
 
@@ -193,7 +235,7 @@ def _as_rows(link: Link, result: dict[str, Any]) -> dict[str, Any]:
         raise GroupError(f"without the peer 'alone' nothing is known of T_comp: {result['peers'].get('alone')}")
     step_s = {name: entry["step_ms"] / 1000 for name, entry in found.items()}
     rows, bounds, overlaps = [], {}, {}
-    for peer in (each for each in PEERS if each.name in found):
+    for peer in (each for each in (*PEERS, *KERAS_PEERS[1:]) if each.name in found):
         entry = found[peer.name]
         against_ddp = ratio(result, "ddp", peer.name)
         if peer.cycle == 1 and peer.name != "alone":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from typing import Any
 
+import hvdtrain
 from benchmarks.turns import Finished, Turns
 from hvdtrain.callbacks import Callback
 
@@ -20,6 +22,13 @@ class Ticks(Callback):
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         self._turns.tick()
+
+
+def exchange() -> dict[str, Any]:
+    """Return the Trainer's options for BENCH_COMPRESSION, and for BENCH_SYNC, such as LocalSGD:8 with its `every`."""
+    name, _, every = os.environ.get("BENCH_SYNC", "").partition(":")
+    sync = getattr(hvdtrain, name)(**({"every": int(every)} if every else {})) if name else None
+    return {"sync": sync, "compression": os.environ.get("BENCH_COMPRESSION", "none")}
 
 
 def fit(trainer: Any, task: Any, *, batch_size: int) -> None:

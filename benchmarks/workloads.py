@@ -13,7 +13,7 @@ from hvdtrain.data import sharding
 
 SEED = 0
 LEARNING_RATE = 0.01
-MOMENTUM = 0.9
+MOMENTUM = float(os.environ.get("BENCH_MOMENTUM", "0.9"))
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,17 @@ _KERAS = tuple(
 TINY = Workload("tiny", "torch", "tiny", "10 parameters, batch 8", 8, steps_per_epoch=4096)
 # Between hosts: an epoch, at whose end ranks synchronize too, is longer than a strategy's cycle.
 LINK_MLP = replace(_TORCH[1], name="link-mlp", steps_per_epoch=400)
+LINK_MLPS = (
+    LINK_MLP,
+    *(replace(each, name=f"link-{each.name}", steps_per_epoch=400) for each in _KERAS if each.model == "mlp"),
+)
 GPU = (
     Workload("gpu-resnet50", "torch", "resnet50", "ResNet-50, 224x224, bf16, batch 128", 128, steps_per_epoch=16),
     Workload("gpu-transformer", "torch", "gpt", "Transformer 124M, sequence 1024, bf16, batch 8", 8,
              steps_per_epoch=16),
 )  # fmt: skip
 WORKLOADS = {each.name: each for each in (*_TORCH, *_KERAS)}
-EVERY = {**WORKLOADS, TINY.name: TINY, LINK_MLP.name: LINK_MLP, **{each.name: each for each in GPU}}
+EVERY = {**WORKLOADS, TINY.name: TINY, **{each.name: each for each in (*LINK_MLPS, *GPU)}}
 
 
 def of_this_process() -> Workload:

@@ -44,7 +44,11 @@ def test_without_horovod_its_peers_alone_are_refused(
         (["--gpu", "--workload", "mlp"], "no GPU workload is called 'mlp'. There are: gpu-resnet50, gpu-transformer"),
         (["--link", "2gbit"], "no link is called '2gbit'. There are: 10gbit, 1gbit, 100mbit, 50ms"),
         (["--link", "1gbit", "--peer", "trainer"], "no peer is called 'trainer'. There are: alone, ddp, ddp-fp16"),
-        (["--link", "1gbit", "--workload", "mlp"], "--link has no use for --workload: leave it out"),
+        (["--link", "1gbit", "--section", "steps"], "--link has no use for --section: leave it out"),
+        (
+            ["--link", "1gbit", "--workload", "mlp"],
+            "no workload is called 'mlp'. There are: link-mlp, link-keras-tensor",
+        ),
         (["--section", "scaling", "--workload", "mlp"], "section scaling has workloads lenet, convnet. Received: "),
         (["--section", "growth", "--peer", "ddp"], "section growth has a peer of its own. Received: --peer ddp"),
     ],
