@@ -62,7 +62,16 @@ class Options:
     micro_batch: int | str | None = None
     cutoff: bool = False  # steps are `OpenStep`s
     checkpoint_activations: Any = False
+    shard: str | None = None  # each rank holds 1/N of the optimizer's state; with "gradients" also of these
     needs: Needs | None = None  # of a strategy or of cutoff, which exclude each other
+
+
+def shard_refusals(options: Options) -> Iterator[Refusal]:
+    """Yield what ranks that hold shards must do together in every step."""
+    if options.shard is not None:
+        reason = "ranks update parts of the weights, and gather them in every step"
+        needs: tuple[Need, ...] = ("lone steps", "host steps", "weights in flight", "delay", "open steps")
+        yield Refusal(needs, f"shard={options.shard!r}", reason)
 
 
 @dataclass(frozen=True)

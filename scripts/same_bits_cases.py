@@ -124,6 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compression int8": {"compression": "int8"},
     "compression topk": {"compression": "topk:0.1"},
     "compression powersgd": {"compression": "powersgd:1:3"},
+    "shard": {"shard": "optimizer", "clip_norm": 0.5},
     "linear warmup": {"lr_scaling": "linear", "warmup_epochs": 1.5},
     "one stream": {"rank_streams": False},
 }
@@ -322,6 +323,7 @@ def torch_functions() -> dict[str, Callable[[], dict[str, str]]]:
         "drop-in int8": partial(drop_in, compression=hvd.Compression.int8),
         "drop-in topk": partial(drop_in, compression=hvd.Compression.topk(0.1)),
         "drop-in powersgd": partial(drop_in, compression=hvd.Compression.powersgd(1, after_steps=2)),
+        "drop-in shards": partial(drop_in, shard_state=True),
         "drop-in sum": partial(drop_in, op=hvd.Sum),
         "drop-in groups": partial(drop_in, num_groups=2),
         "drop-in predivide": partial(drop_in, gradient_predivide_factor=2.0),

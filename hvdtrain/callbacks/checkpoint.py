@@ -13,8 +13,9 @@ class Checkpoint(Callback):
     """Save a checkpoint after epochs, and every so many steps. `fit` resumes from the newest complete one.
 
     `fit(checkpoint_dir=...)` is short for one of these with its defaults. Rank 0 writes in the background; training
-    waits only while the state is copied. A checkpoint contains all ranks' random states, the progress in the data and
-    the running metrics, so that a resumed run equals one that never stopped.
+    waits only while the state is copied, or with `Trainer(shard=...)` gathered into the file. A checkpoint contains all
+    ranks' random states, the progress in the data and the running metrics, so that a resumed run equals one that never
+    stopped.
 
     Args:
         directory: the folder of this run; while `fit` runs, another run cannot use it.

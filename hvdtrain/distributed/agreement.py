@@ -60,6 +60,21 @@ def together(action: Callable[[], Any], *, world: World, name: str) -> Any:
     return received["result"]
 
 
+def raise_on_all(error: Exception | None, *, root_rank: int, broadcast: Callable[[str | None], str | None]) -> None:
+    """Raise the root's error, if it has one, and on the other ranks an OtherRankError that quotes it; a collective.
+
+    Args:
+        error: this rank's; only the root has one.
+        root_rank: the root, among all ranks.
+        broadcast: gives the root's text to all ranks that call this.
+    """
+    text = broadcast(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if text is not None:
+        raise OtherRankError(root_rank, text)
+
+
 @contextmanager
 def everywhere(*, world: World, name: str) -> Iterator[None]:
     """Raise on every rank if the block fails on one; its end is a collective.

@@ -47,6 +47,10 @@ def make_adapter(
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
     if step is not None:
         raise TypeError(f"step= is for torch. Override train_step of your keras.Model instead. Received: step={step!r}")
+    if options.shard is not None:
+        raise ValueError(
+            f"shard is for torch. Received: shard={options.shard!r} for a Keras model on rank {world.rank}"
+        )
     if options.micro_batch is not None:
         raise ValueError(
             "micro_batch is for torch: Keras's train_step computes a batch at once, and cannot be repeated. Use a "

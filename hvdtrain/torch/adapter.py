@@ -548,7 +548,7 @@ class TorchAdapter:
     def _fault(self, update: Update, batches: Sequence[Batch], number: int = 0) -> Fault:
         """Return what is not finite, and undo the step as far as `nan_policy` requests; `number` counts its yields."""
         parameters = update.parameters
-        reduced = first_non_finite([(p, p.grad) for p in parameters])
+        reduced = update.first_non_finite()
         losses, own = [], None
         trained = [p for p in parameters if p.requires_grad]
         for batch, counted in zip(batches, update.weights.counted, strict=True):
@@ -564,9 +564,8 @@ class TorchAdapter:
         if self._attempt is not None:
             self._attempt.undo()
         update.optimizer.zero_grad()
-        name_of: dict[Any, str] = {parameter: name for name, parameter in names.parameters(self._model)}
         loss_mean = float(np.mean(losses)) if losses else float("nan")
-        return Fault(name_of.get(reduced, "none"), name_of.get(own), loss_mean)
+        return Fault(reduced, update.name_of(own), loss_mean)
 
 
 def _count(parameters: list[str]) -> str:

@@ -52,6 +52,7 @@ def as_config(
     clip_norm: float | None,
     precision: str,
     compression: Scheme | str,
+    shard: str | None,
     nan_policy: str | None,
     micro_batch: int | str | None,
     sync: Strategy | None,
@@ -63,6 +64,8 @@ def as_config(
     """Return the Trainer's options as JSON, which all ranks compare and checkpoints keep; ValueError for a bad one."""
     check_choice("precision", precision, ("fp32", "bf16", "fp16"))
     compression = str(parse_compression(compression))
+    if shard is not None:
+        check_choice("shard", shard, ("optimizer", "gradients"))
     if nan_policy is not None:
         check_choice("nan_policy", nan_policy, ("raise", "skip", "stop"))
     check_positive("accumulate", accumulate, int)
@@ -91,8 +94,8 @@ def as_config(
     return {
         "lr_scaling": lr_scaling, "warmup_epochs": float(warmup_epochs), "accumulate": int(accumulate),
         "clip_norm": clip_norm if clip_norm is None else float(clip_norm), "precision": precision,
-        "compression": compression, "nan_policy": nan_policy, "seed": int(seed), "rank_streams": rank_streams,
-        "sync": sync and sync.config,
+        "compression": compression, "shard": shard, "nan_policy": nan_policy, "seed": int(seed),
+        "rank_streams": rank_streams, "sync": sync and sync.config,
         "cutoff": cutoff if isinstance(cutoff, float) else None,  # a record is of this run alone
         "checkpoint_activations": checkpoint_activations,
         "micro_batch": int(micro_batch) if isinstance(micro_batch, np.integer) else micro_batch,

@@ -83,6 +83,8 @@ class Trainer:
             "topk:0.01" (the largest 1 %), "powersgd:4" (matrices of rank 4), or `hvdtrain.Int8`, `hvdtrain.TopK`,
             `hvdtrain.PowerSGD`. These add what a gradient has lost to the next one. With `hvdtrain.LocalSGD` and
             `hvdtrain.DiLoCo`, it is of changes of the weights.
+        shard: what each rank holds 1/N of. "optimizer": the optimizer's state; it then updates 1/N of each weight.
+            "gradients", for torch: also the reduced gradients. None: nothing.
         sync: when ranks synchronize: None in every step; `hvdtrain.Delayed` in every step, but one step late;
             `hvdtrain.LocalSGD` and `hvdtrain.DiLoCo`, for slow networks, every so many. Checkpoints, validation and
             stops that are due between two synchronizations come after the next one.
@@ -131,6 +133,7 @@ class Trainer:
         clip_norm: float | None = None,
         precision: str = "fp32",
         compression: Scheme | str = "none",
+        shard: str | None = None,
         sync: Strategy | None = None,
         cutoff: float | Mapping[int, Sequence[int]] | None = None,
         nan_policy: str | None = None,
@@ -146,8 +149,8 @@ class Trainer:
         self._strategy, self._cutoff = strategy, check_cutoff(cutoff)
         self._config = as_config(
             lr_scaling=lr_scaling, warmup_epochs=warmup_epochs, accumulate=accumulate, clip_norm=clip_norm,
-            precision=precision, compression=compression, nan_policy=nan_policy, micro_batch=micro_batch, sync=strategy,
-            cutoff=self._cutoff, checkpoint_activations=checkpoint_activations,
+            precision=precision, compression=compression, shard=shard, nan_policy=nan_policy, micro_batch=micro_batch,
+            sync=strategy, cutoff=self._cutoff, checkpoint_activations=checkpoint_activations,
             seed=(self.world.seed or 0) if seed is None else seed, rank_streams=rank_streams,
         )  # fmt: skip
         # In an elastic job a new rank makes its Trainer alone; its first collective call is in `fit`.
@@ -158,7 +161,7 @@ class Trainer:
         is_cut = self._cutoff is not None
         options = Options(
             accumulate, clip_norm, precision, self._config["compression"], nan_policy, micro_batch, cutoff=is_cut,
-            checkpoint_activations=checkpoint_activations,
+            checkpoint_activations=checkpoint_activations, shard=shard,
             needs=strategy.needs if strategy else NEEDS if is_cut else None,
         )  # fmt: skip
         self._adapter: Adapter = frameworks.load(framework_of(model), "adapter").make_adapter(
@@ -545,6 +548,9 @@ class Trainer:
 
     def state(self, *, copy: bool = True) -> State:
         """Return weights and optimizer state; without a copy, as arrays that the next step may change.
+
+        With `shard`, a copy has the whole optimizer's state on every rank's host. Without a copy, the parts are in
+        `State.sharded`.
 
         A collective: call it on every rank, because ranks may wait for a gradient that is in flight.
         """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+@pytest.fixture
+def fail_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Let reads of a checkpoint's arrays fail after so many, with a message; returns the names that were asked for."""
+    from hvdtrain.checkpoint import StoredArray
+    from hvdtrain.errors import CheckpointError
+
+    def fail(*, after: int, message: str) -> list[str]:
+        read, done = StoredArray.read, []
+
+        def failing(self: StoredArray) -> object:
+            done.append(self.name)
+            if len(done) > after:
+                raise CheckpointError(message)
+            return read(self)
+
+        monkeypatch.setattr(StoredArray, "read", failing)
+        return done
+
+    return fail
 
 
 @pytest.fixture

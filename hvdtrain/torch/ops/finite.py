@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
-from torch import nn
 
 from hvdtrain.torch.ops.wire import as_real
+
+_T = TypeVar("_T")
 
 
 def all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
@@ -27,6 +29,6 @@ def _stack(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([each.to(numbers[0].device) for each in numbers])
 
 
-def first_non_finite(gradients: Iterable[tuple[nn.Parameter, torch.Tensor | None]]) -> nn.Parameter | None:
-    """Return the first parameter whose gradient is not finite."""
-    return next((parameter for parameter, gradient in gradients if not all_finite([gradient])), None)
+def first_non_finite(gradients: Iterable[tuple[_T, torch.Tensor | None]]) -> _T | None:
+    """Return what stands beside the first gradient that is not finite, such as its parameter."""
+    return next((beside for beside, gradient in gradients if not all_finite([gradient])), None)

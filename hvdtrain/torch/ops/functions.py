@@ -6,6 +6,7 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -122,6 +123,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """
     if engine.native().size() == 1:
         return
+    shards = optimizer.__dict__.get("_hvd_shards")
+    with nullcontext() if shards is None else shards.set_aside():  # a state of which each rank holds a part
+        _broadcast(optimizer, root_rank)
+    if shards is not None:
+        shards.spread(root_rank)
+
+
+def _broadcast(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     params = parameters_of(optimizer)
     is_root = engine.native().rank() == root_rank
     tensors: list[Tensor] = []

@@ -19,6 +19,7 @@ from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops.compression import Compressor, NoneCompressor
 from hvdtrain.torch.reduction.loss_weights import LossWeights
+from hvdtrain.torch.reduction.tensors import Whole
 
 _PACKED = "max.packed"
 
@@ -54,6 +55,7 @@ class Exchange:
     By default nothing is attached to backward passes, and nothing outlives a step.
     """
 
+    tensors: Whole = Whole()  # with which this rank's optimizer steps after `finish`
     can_give_up = False  # True if ranks wait in `finish` of the same step, and learn there that this rank gives up
     compressor: Compressor = NoneCompressor()  # bound to the parameters
 

@@ -22,11 +22,13 @@ from hvdtrain.torch.ops.compression import Compression, resolve
 from hvdtrain.torch.ops.engine import Adasum, Average
 from hvdtrain.torch.ops.functions import allgather_object
 from hvdtrain.torch.ops.submit import Reduction, check_adasum, submit
-from hvdtrain.torch.reduction import fused_update
+from hvdtrain.torch.reduction import fused_update, step_hooks
 from hvdtrain.torch.reduction.reducer import ANOTHERS_BACKWARD, Reducer
 from hvdtrain.torch.reduction.reduction_unit import ReducerOptions
+from hvdtrain.torch.reduction.shardable import check_memory
+from hvdtrain.torch.reduction.sharded import Shards
 
-_OURS = ("_hvd_reducer", "_hvd_should_synchronize")
+_OURS = ("_hvd_reducer", "_hvd_should_synchronize", "_hvd_shards")
 
 
 class DistributedMixin(torch.optim.Optimizer):
@@ -36,11 +38,17 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_fuses: bool
     _hvd_reducer: Reducer
     _hvd_should_synchronize: bool
+    _hvd_shards: Shards | None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Reduce the gradients, each time that a closure makes them, and take the user's optimizer's step."""
         reducer = self._reducer()
         closure = args[0] if args else kwargs.get("closure")
+        if closure is not None and self._hvd_shards is not None:  # it would make gradients after they were divided
+            raise ValueError(
+                "With a sharded state, step() takes no closure. Call backward() before step(), or use no shards. "
+                f"Received: closure={closure!r} on rank {engine.native().rank()}"
+            )
         if not self._hvd_should_synchronize:
             pass  # the user does it
         elif closure is None:
@@ -51,7 +59,7 @@ class DistributedMixin(torch.optim.Optimizer):
             args, kwargs = ((reduced, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": reduced})
         reducer.is_synchronized = False
         fuses = self._hvd_fuses and not torch.compiler.is_compiling()
-        with fused_update.chosen(self) if fuses else nullcontext():
+        with self._own_parts(args, kwargs) as (args, kwargs), fused_update.chosen(self) if fuses else nullcontext():
             result = super().step(*args, **kwargs)
         reducer.options.compression.commit()
         watchdog.step_done()
@@ -59,6 +67,32 @@ class DistributedMixin(torch.optim.Optimizer):
 
     # torch would wrap this `step` for profiling and hooks; the `step` that it calls is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _own_parts(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Within it, with shards, groups hold this rank's parts; hooks of a step see whole weights before and after.
+
+        Yields:
+            the arguments of the step, which hooks may change.
+        """
+        shards = self._hvd_shards
+        if shards is None:
+            yield args, kwargs
+            return
+        with step_hooks.taken_out(self) as (before, after):
+            if before and shards.is_stepping:
+                raise ValueError(
+                    'With shard="gradients", no rank has whole gradients that a hook before the step could see. '
+                    f"Received: {before[0]!r} by register_step_pre_hook, on rank {engine.native().rank()}. Use "
+                    'shard="optimizer", or clip_norm= instead of a hook that clips.'
+                )
+            args, kwargs = step_hooks.call_before(before, self, args, kwargs)
+            with shards.stepping():
+                yield args, kwargs
+                shards.publish()
+                with shards.whole_groups():
+                    for hook in after:
+                        hook(self, (self, *args), kwargs)
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return `closure` with its gradients and its loss reduced: all ranks search along the same line (LBFGS)."""
@@ -106,12 +140,22 @@ class DistributedMixin(torch.optim.Optimizer):
                 f"Call optimizer.step() or optimizer.synchronize() first. {ANOTHERS_BACKWARD}"
             )
         reducer.is_synchronized = False
+        if self._hvd_shards is not None:
+            self._hvd_shards.gradients.clear()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state, and drop the step in flight; call it on all ranks."""
         self._hvd_reducer.forget()
         super().load_state_dict(state_dict)
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather a sharded state on one rank, or on all (None): there `state_dict` returns it until the next step.
+
+        A collective, as in torch's ZeroRedundancyOptimizer. Without shards it does nothing.
+        """
+        if self._hvd_shards is not None:
+            self._hvd_shards.gather(to)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, from the next step on."""
@@ -139,16 +183,28 @@ class DistributedMixin(torch.optim.Optimizer):
 
     def _reducer(self) -> Reducer:
         """Return the reducer, which covers parameters that were added since."""
-        self._hvd_reducer.cover(self.param_groups)
+        if self._hvd_shards is None or not self._hvd_shards.is_stepping:  # then groups have parts of parameters
+            self._hvd_reducer.cover(self.param_groups)
         return self._hvd_reducer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are then reduced too; call it on all ranks, with the same parameters."""
         super().add_param_group(param_group)
+        if self._hvd_shards is not None:
+            try:
+                check_memory(param_group["params"])
+            except ValueError:
+                self.param_groups.pop()
+                raise
         self._reducer()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the user's own class: a file must not need hvdtrain to be read.
+        if self._hvd_shards is not None and self.state:
+            raise RuntimeError(
+                "An optimizer whose state is in shards cannot be copied or pickled. Use "
+                "optimizer.consolidate_state_dict() on every rank, then optimizer.state_dict()."
+            )
         state = {k: v for k, v in self.__getstate__().items() if k not in (*_OURS, "step")}
         return copyreg._reconstructor, (self._hvd_plain_class, object, None), state  # type: ignore[attr-defined]
 
@@ -197,6 +253,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: Any = None,
     average_aggregated_gradients: bool = False,
+    shard_state: bool = False,
 ) -> Any:
     """Return `optimizer` as one whose `step` first reduces gradients over ranks.
 
@@ -221,6 +278,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: the ranks over which to reduce; None means all.
         average_aggregated_gradients: divide by backward_passes_per_step.
+        shard_state: each rank holds and updates 1/N of the optimizer's state; weights are gathered after each step. On
+            every rank, call `consolidate_state_dict()` before `state_dict()`. For torch.optim's SGD, Adam, AdamW and
+            others whose update of a number depends on that number alone.
 
     Raises:
         ValueError: no parameters; named_parameters of another model, or with a name twice; an option out of range;
@@ -243,6 +303,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"Adasum combines the steps of ranks, and reduces no gradients. Received: compression={bound.name}, which "
             "remembers what it has left out of each gradient. Use Compression.none, .fp16 or .bf16."
         )
+    if shard_state and op == Adasum:
+        raise ValueError("Adasum needs whole steps of each rank. Received: shard_state=True with op=Adasum.")
     mixin: type[DistributedMixin] = DistributedMixin
     if op == Adasum and engine.native().size() > 1:
         if not engine.is_global(process_set):
@@ -260,9 +322,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     distributed = object.__new__(cls)
     distributed.__dict__ = optimizer.__dict__
     distributed._hvd_should_synchronize = True
+    distributed._hvd_shards = _shards(optimizer, process_set, wanted=shard_state)
     distributed._hvd_reducer = Reducer(named, optimizer.param_groups, options, backward_passes_per_step)
     _move_scheduler(distributed)
     return distributed
+
+
+def _shards(optimizer: torch.optim.Optimizer, process_set: Any, *, wanted: bool) -> Shards | None:
+    """Return the shards of an optimizer's state; those that it has, if it was wrapped before."""
+    held: Shards | None = optimizer.__dict__.get("_hvd_shards")
+    if held is not None and (not wanted or held.process_set.ranks != process_set.ranks):
+        raise ValueError(
+            "This optimizer's state is in shards already. Received: "
+            f"shard_state={wanted}{' with another process set' if wanted else ''}. Make a new optimizer."
+        )
+    has_peers = process_set.size() > 1 or launch_environment.reduces_alone()
+    return held or (Shards(optimizer, process_set) if wanted and has_peers else None)
 
 
 def _check_options(op: int, predivide: float, passes: int, groups: Any) -> None:

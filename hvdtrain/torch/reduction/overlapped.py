@@ -8,16 +8,25 @@ from numpy.typing import NDArray
 
 from hvdtrain.torch.ops.compression import Compressor
 from hvdtrain.torch.reduction.exchange import Applied, Exchange, Made, RankGaveUp
+from hvdtrain.torch.reduction.sharded import Shards
 from hvdtrain.torch.reduction.weighted_mean import FAILED
 
 
 class Overlapped(Exchange):
-    """Lets an optimizer that `DistributedOptimizer` returned reduce, or several that are `Together`."""
+    """Lets an optimizer that `DistributedOptimizer` returned reduce, or several that are `Together`.
+
+    Args:
+        optimizer: the optimizer.
+        shards: of its state, if each rank is to get its parts of the gradients only.
+    """
 
     can_give_up = True
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, shards: Shards | None = None) -> None:
         self._optimizer = optimizer
+        if shards is not None:
+            self.tensors = shards
+            optimizer._hvd_reducer.scatter(shards)
         if hasattr(optimizer, "_hvd_reducer"):  # else several have their own
             self.compressor = optimizer._hvd_reducer.options.compression
 
@@ -37,6 +46,8 @@ class Overlapped(Exchange):
         """Send a gradient after so many passes; a rank without passes adds nothing, and zeros are sent for it."""
         if passes and (first or passes != self._optimizer.backward_passes_per_step):
             self._optimizer.set_backward_passes_per_step(passes)
+        if self.tensors.are_parts:  # the next step's gradients are to be freed during backward
+            self._optimizer._hvd_reducer.attach()
 
     def finish(self, made: Made) -> Applied:
         """Wait for the mean."""

@@ -21,6 +21,8 @@ from hvdtrain.torch.ops.engine import Adasum, Average, Handle
 from hvdtrain.torch.ops.submit import active_ranks_async
 from hvdtrain.torch.reduction import bucket
 from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUnit, drain, reduction
+from hvdtrain.torch.reduction.scattered import Scatter, ScatteredUnit
+from hvdtrain.torch.reduction.sharded import Shards
 from hvdtrain.torch.reduction.weighted_mean import FAILED, WeightedMean
 
 _Counts = list[list[tuple[float, float]]]  # for each unit and parameter: on how many ranks it is dense, and sparse
@@ -64,6 +66,7 @@ class Reducer:
         self._abandoned: dict[str, Handle] = {}  # those of a step that failed
         self._generation = engine.generation
         self._packs = bucket.can_pack(options)
+        self._scatter: Scatter | None = None
         self._dense: list[Parameter] | None = None  # with dense gradients on all ranks; None until that is known
         self._closing: bucket.Bucket | None = None  # the bucket that is sent with the flags, in `synchronize`
         included = options.process_set.included() is not False
@@ -88,15 +91,31 @@ class Reducer:
         self._held_back.update(new if self._counts_again else ())
         self._on_gpu = self._on_gpu or any(param.is_cuda for param in new)
         if self.is_distributed:
+            if self._scatter is not None:
+                self._scatter.cover(new)
             for members in pack.partition(new, self.options.groups):
-                self._add_unit(ReductionUnit, members)
-            self._add_hooks()
+                self._add_plain(members)
+            self.attach()
 
     def _add_unit(self, kind: type[ReductionUnit], params: list[Parameter], **options: Any) -> Any:
         unit = kind(params, [self.names[param] for param in params], self.options, self.scale, **options)
         self._units.append(unit)
         self._unit_of.update((param, unit) for param in params)
         return unit
+
+    def _add_plain(self, params: list[Parameter]) -> None:
+        if self._scatter is not None and len(params) == 1 and params[0].numel():
+            self._add_unit(ScatteredUnit, params, scatter=self._scatter)
+        else:
+            self._add_unit(ReductionUnit, params)
+
+    def scatter(self, shards: Shards) -> None:
+        """Give each rank its part of each gradient only; called before the first backward pass."""
+        self._scatter = Scatter(shards)
+        units, self._units = self._units, []
+        self._scatter.cover(param for unit in units for param in unit.params)
+        for unit in units:
+            self._add_plain(unit.params)
 
     @property
     def packed(self) -> NDArray[np.uint8] | None:
@@ -123,7 +142,7 @@ class Reducer:
         self._units = [unit for unit in self._units if unit.params[0] not in packed]
         for members in buckets:
             if bucket_bytes:
-                self._add_unit(ReductionUnit, members)
+                self._add_plain(members)
                 continue
             is_last = members is buckets[-1] and bucket.can_carry_flags(members[0], self.options)
             made = self._add_unit(bucket.Bucket, members, header=2 + 2 * len(self.passes) if is_last else 0)
@@ -137,7 +156,7 @@ class Reducer:
             return
         self._units = [unit for unit in self._units if unit not in buckets]
         for param in [param for unit in buckets for param in unit.params]:
-            self._add_unit(ReductionUnit, [param])
+            self._add_plain([param])
         # Ranks list their gradients in the order of the parameters. A new rank does so from the beginning.
         order = {param: index for index, param in enumerate(self.passes)}
         self._units.sort(key=lambda unit: order[unit.params[0]])
@@ -148,7 +167,8 @@ class Reducer:
             hook.remove()
         self._hooks.clear()
 
-    def _add_hooks(self) -> None:
+    def attach(self) -> None:
+        """Add the hooks to the parameters; `cover` and `synchronize` do it too."""
         if len(self._hooks) == len(self.passes):  # else some are frozen: one may not be since the last step
             return
         this = weakref.ref(self)  # parameters outlive optimizers; a deleted optimizer must not reduce
@@ -160,6 +180,11 @@ class Reducer:
         for param in self.passes:
             if param.requires_grad and param.is_leaf and param not in self._hooks:
                 self._hooks[param] = param.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def scatters(self) -> bool:
+        """True if each rank gets its part of gradients only."""
+        return self._scatter is not None
 
     # Steps
 
@@ -203,6 +228,8 @@ class Reducer:
             self._generation = engine.generation
             self._end_step()
             self._unpack()
+            if self._scatter is not None:
+                self._scatter.renew()
             self.options.compression.reset()  # a rank that is new to the run remembers nothing
 
     def _abandon(self) -> None:
@@ -236,6 +263,8 @@ class Reducer:
             self._is_sending = True
             self.options.compression.rollback()  # of an earlier step that was not taken
         unit.start(self._all_active, sparse=sparse)
+        if self._scatter is not None:
+            self._scatter.make_room()
 
     def _too_often(self, param: Parameter) -> str:
         return (
@@ -267,7 +296,7 @@ class Reducer:
             self.is_synchronized = True
             return weight
         self._renew()
-        self._add_hooks()
+        self.attach()
         try:
             with recorder.waiting():
                 total = self._synchronize(weight, expected)
@@ -290,12 +319,15 @@ class Reducer:
         size = self.options.process_set.size()
         if self.options.compression.needs_all_ranks:
             self._all_active()  # a collective: every rank takes part in every step, even if it started no bucket
-        self._start_own()
+        if self._scatter is None:  # else only when it is known that other ranks start them too, since a rank waits
+            self._start_own()
         mean = WeightedMean([flag for unit in self._units for flag in unit.flags()], weight, expected)
         active, counts = self._exchange_flags(mean)
         total = mean.weight
         if counts is not None:
             self._start_what_others_have(counts)
+        elif self._scatter is not None:
+            self._start_own()
         advancing = self._units
         while advancing:  # one collective of each unit after the other: those of several units are in flight at once
             advancing = [unit for unit in advancing if unit.advance()]

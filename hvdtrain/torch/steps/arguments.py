@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdtrain.adapter import Need, Options, Refusal
+from hvdtrain.adapter import Need, Options, Refusal, shard_refusals
 from hvdtrain.torch.ops import dtypes, lazy
 from hvdtrain.torch.ops.compression import resolve
 from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
+from hvdtrain.torch.reduction.shardable import check_class
 from hvdtrain.torch.steps.closure import needs_closure
 from hvdtrain.torch.steps.named_steps import check_optimizers
 
@@ -33,7 +34,11 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
         _check_repeatable(model, several=list(optimizers) != [""])
     if options.needs is not None:
         options.needs.check(_refusals(model, optimizers, options))
+    if options.shard == "gradients":
+        _check_sharded_gradients(optimizers, options)
     for optimizer in optimizers.values():
+        if options.shard is not None:
+            check_class(optimizer)
         if needs_closure(optimizer):
             _check_closure(optimizer, options, several=list(optimizers) != [""])
         check_parameters(model, optimizer)
@@ -44,12 +49,27 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
             )
 
 
+def _check_sharded_gradients(optimizers: dict[str, Any], options: Options) -> None:
+    """Raise ValueError for what needs whole gradients."""
+    received = None
+    if list(optimizers) != [""]:
+        received = f"the optimizers {', '.join(optimizers)}"
+    elif options.compression not in ("none", "fp16"):
+        received = f"compression={options.compression!r}"
+    if received is not None:
+        raise ValueError(
+            "shard='gradients' takes one optimizer, and compression 'none' or 'fp16': ranks send each gradient by a "
+            f"reducescatter. Use shard='optimizer', which reduces whole gradients. Received: {received}"
+        )
+
+
 def _refusals(model: nn.Module, optimizers: dict[str, Any], options: Options) -> Iterator[Refusal]:
     """Yield what ranks must do together in every step."""
     if resolve(options.compression).has_memory and options.precision == "fp16":
         received = f"compression={options.compression!r} and precision='fp16'"
         reason = "its errors have the loss's scale, which a rank that is behind does not know; use precision='bf16'"
         yield Refusal(("open steps",), received, reason)
+    yield from shard_refusals(options)
     unequal: tuple[Need, ...] = ("lone steps", "delay")  # steps of ranks that do not wait for each other
     each: tuple[Need, ...] = (*unequal, "open steps")
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):

@@ -7,12 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hvdtrain.torch.reduction.tensors import Whole
+
 
 @torch.no_grad()
-def clip_norm(parameters: Sequence[nn.Parameter], largest: float) -> None:
-    """Scale all gradients so that their global norm is at most `largest`, as `torch.nn.utils.clip_grad_norm_` does."""
+def clip_norm(parameters: Sequence[nn.Parameter], largest: float, tensors: Whole) -> None:
+    """Scale all gradients so that their global norm is at most `largest`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        parameters: those of `tensors`, with their gradients.
+        largest: the norm.
+        tensors: says whether these are all of the weights.
+    """
     if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
-        nn.utils.clip_grad_norm_(parameters, largest)
+        norm = tensors.norm(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        nn.utils.clip_grads_with_norm_(parameters, largest, norm)
         return
     values = []
     for parameter in parameters:

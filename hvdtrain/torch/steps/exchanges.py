@@ -18,6 +18,7 @@ from hvdtrain.torch.reduction.exchange import DenseOnly, Exchange
 from hvdtrain.torch.reduction.host_mean import HostMean
 from hvdtrain.torch.reduction.optimizer import DistributedOptimizer
 from hvdtrain.torch.reduction.overlapped import Overlapped
+from hvdtrain.torch.reduction.sharded import Shards
 from hvdtrain.torch.steps.together import Together
 
 
@@ -41,6 +42,12 @@ class Exchanges:
         """The exchange over all ranks; one that does nothing while lazy modules have no shapes."""
         return self._by_ranks.get("all", self.used)
 
+    @property
+    def shards(self) -> list[Shards]:
+        """The state in shards, if it is."""
+        held = getattr(self.optimizer, "_hvd_shards", None)
+        return [] if held is None else [held]
+
     def make(self) -> None:
         """Make the exchanges, unless this was done; the parameters have shapes."""
         if self._by_ranks:
@@ -50,9 +57,13 @@ class Exchanges:
         if has_peers and not isinstance(self.optimizer, Together):
             every = [(name, parameter) for parameter, name in self.names.items()]
             how = (every, options.compression, options.accumulate)
-            self.optimizer = DistributedOptimizer(self.optimizer, *how, process_set=world.data_set)
-            self.optimizer._hvd_reducer.count_again()
-        self.used = Overlapped(self.optimizer) if has_peers else Alone(self.optimizer)
+            self.optimizer = DistributedOptimizer(
+                self.optimizer, *how, process_set=world.data_set, shard_state=options.shard is not None
+            )
+            if options.shard != "gradients":  # which are sent, and freed, in the first backward pass already
+                self.optimizer._hvd_reducer.count_again()
+        shards = self.optimizer._hvd_shards if has_peers and options.shard == "gradients" else None
+        self.used = Overlapped(self.optimizer, shards) if has_peers else Alone(self.optimizer)
         within = self.dense_only('LocalSGD(within="host")', instead="within=None")
         by_host = HostMean(self.optimizer, within, world)
         self._by_ranks = {"all": self.used, "host": by_host, "none": Alone(self.optimizer)}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from hvdtrain.torch.reduction.tensors import Whole
+
 
 def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Callable[[], bool]:
     """Take the step unless the gradients are not finite; the function returns whether it was taken.
@@ -23,3 +25,11 @@ def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Call
     finally:
         hook.remove()
     return lambda: any(found_inf is None or not bool(found_inf) for found_inf in found)
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, tensors: Whole) -> None:
+    """Divide the gradients by the scale; if a number on any rank is not finite, the scaler of each rank learns it."""
+    scaler.unscale_(optimizer)
+    if scaler.is_enabled():
+        for found_inf in scaler._found_inf_per_device(optimizer).values():
+            tensors.add_up(found_inf)

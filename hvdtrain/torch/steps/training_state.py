@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
-from hvdtrain.adapter import HostArrays, State, host_arrays
+from hvdtrain.adapter import HostArrays, ShardedArray, State, host_arrays
 from hvdtrain.data.trees import tree_map
 from hvdtrain.torch.ops import digests, dtypes, lazy, names
 from hvdtrain.torch.ops.names import parameters_of
+from hvdtrain.torch.reduction.sharded import Shards
+from hvdtrain.torch.reduction.unread import Unread
 from hvdtrain.torch.reduction.weight_access import Optimizers
 
 
@@ -49,12 +52,21 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
-    """Return all that training changes. Nothing is copied before it is read, and then only what is on a GPU."""
+    """Return all that training changes. Nothing is copied before it is read, and then only what is on a GPU.
+
+    A collective if an optimizer's state is in shards.
+    """
     lazy.check(_tensors(model).items(), what="A checkpoint")
     tensors = {f"model.{name}": tensor for name, tensor in _tensors(model).items()}
-    metas = {}
+    metas: dict[str, dict[str, Any]] = {}
+    sharded: dict[str, ShardedArray] = {}
     for name, (optimizer, scaler) in optimizers.items():
         own, metas[name] = _capture_optimizer(optimizer, scaler)
+        shards: Shards | None = optimizer.__dict__.get("_hvd_shards")
+        if shards is not None:
+            whole = {key: tensor for key, tensor in own.items() if tensor.is_meta}
+            sharded |= {f"{_prefix(name)}{key}": _sharded(shards, key, like) for key, like in whole.items()}
+            own = {key: tensor for key, tensor in own.items() if key not in whole}
         tensors |= {f"{_prefix(name)}{key}": tensor for key, tensor in own.items()}
     arrays = HostArrays(tensors, dtypes.to_array, dtypes.kind_on_host, digests.of_tensor)
     per_rank = frozenset(f"model.{name}" for name, _ in names.buffers(model))
@@ -62,11 +74,24 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
     every = model.named_parameters(remove_duplicate=False)  # a tied weight has several names in a state_dict
     frozen = frozenset(f"model.{names.plain(name)}" for name, each in every if not each.requires_grad)
     meta = metas.get("", {"optimizers": metas})
-    return State(arrays, meta, per_rank=per_rank, trained=trained, frozen=frozen)
+    return State(arrays, meta, sharded=sharded, per_rank=per_rank, trained=trained, frozen=frozen)
+
+
+def _sharded(shards: Shards, key: str, like: torch.Tensor) -> ShardedArray:
+    index, name = key.split(".", 1)
+
+    def gather(everywhere: bool) -> NDArray[Any] | None:
+        whole = shards.whole(int(index), name, like.dtype, to=None if everywhere else 0)
+        return None if whole is None else dtypes.to_array(whole)
+
+    return ShardedArray(dtypes.kind_on_host(like), gather)
 
 
 def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    saved, parameters = optimizer.state_dict(), parameters_of(optimizer)
+    """Return an optimizer's tensors, those of which ranks hold parts on the device "meta", and JSON values."""
+    saved, parameters = _state_dict(optimizer), parameters_of(optimizer)
+    if (shards := optimizer.__dict__.get("_hvd_shards")) is not None:
+        saved["state"] = shards.describe()
     found: dict[str, torch.Tensor] = {}
     types: dict[str, str] = {}  # of what has another type than its parameter, in which torch would load it
     scalars: dict[str, dict[str, Any]] = {}
@@ -90,6 +115,14 @@ def _capture_optimizer(optimizer: Any, scaler: Any) -> tuple[dict[str, torch.Ten
     ]
     meta = {"optimizer": scalars, "groups": groups, "scaler": scaler.state_dict(), "layout": _layout(optimizer)}
     return found, meta | ({"types": types} if types else {})
+
+
+def _state_dict(optimizer: Any) -> dict[str, Any]:
+    """Return the optimizer's state_dict, without a state that is in shards."""
+    sharded: Shards | None = optimizer.__dict__.get("_hvd_shards")
+    with nullcontext() if sharded is None else sharded.set_aside():
+        found: dict[str, Any] = optimizer.state_dict()
+    return found
 
 
 # Keys of a parameter group that are no settings of the user's: those of schedulers, and how a step is computed.
@@ -163,8 +196,13 @@ def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> Non
 
 def _restore_optimizer(arrays: HostArrays, meta: dict[str, Any], optimizer: Any, scaler: Any) -> None:
     entries: dict[int, dict[str, Any]] = {int(index): deepcopy(values) for index, values in meta["optimizer"].items()}
+    sharded: Shards | None = optimizer.__dict__.get("_hvd_shards")
+    parameters, types = parameters_of(optimizer), meta.get("types", {})
     for name in arrays:
         index, key = name.split(".", 1)
+        if sharded is not None and key != "step":  # the root may have no room for a whole state
+            entries[int(index)][key] = _unread(arrays, name, types.get(name), parameters[int(index)])
+            continue
         value = torch.from_numpy(arrays.take(name))
         owner, _, place = key.rpartition(".")
         if owner:
@@ -173,11 +211,15 @@ def _restore_optimizer(arrays: HostArrays, meta: dict[str, Any], optimizer: Any,
             entries[int(index)][key] = value
     groups = [
         {**_as_before(group, old), "params": group["params"]}
-        for group, old in zip(optimizer.state_dict()["param_groups"], meta["groups"], strict=True)
+        for group, old in zip(_state_dict(optimizer)["param_groups"], meta["groups"], strict=True)
     ]
-    optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    parameters = parameters_of(optimizer)
-    for name, dtype in meta.get("types", {}).items():
+    if sharded is not None:
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        sharded.load(entries)
+        types = {}
+    else:
+        optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    for name, dtype in types.items():
         index, key = name.split(".", 1)
         owner, _, place = key.rpartition(".")
         parameter = parameters[int(index)]
@@ -189,6 +231,14 @@ def _restore_optimizer(arrays: HostArrays, meta: dict[str, Any], optimizer: Any,
             state[key] = value
     if meta["scaler"]:  # empty where the checkpoint's run had none
         scaler.load_state_dict(meta["scaler"])
+
+
+def _unread(arrays: HostArrays, name: str, dtype: str | None, parameter: torch.Tensor) -> Unread | torch.Tensor:
+    """Return an entry of a weight's state that is read when it is divided; read here, if it is one number."""
+    kind = arrays.kind(name)
+    of_type = parameter.dtype if dtype is None else getattr(torch, dtype)
+    entry = Unread(kind.shape, of_type, lambda: torch.from_numpy(arrays.take(name)).to(of_type))
+    return entry if kind.shape == tuple(parameter.shape) and parameter.numel() > 1 else entry.read()
 
 
 def random_states() -> dict[str, NDArray[Any]]:

@@ -23,6 +23,7 @@ from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.reduction import fused_update
 from hvdtrain.torch.reduction.exchange import Applied, Made
 from hvdtrain.torch.reduction.loss_weights import LossWeights
+from hvdtrain.torch.reduction.tensors import Whole
 from hvdtrain.torch.steps import clipping, closure, loss_scaling
 from hvdtrain.torch.steps.exchanges import Exchanges
 from hvdtrain.torch.steps.together import optimizers_by_name
@@ -179,17 +180,22 @@ class Update:
 
     def _step_or_refuse(self, applied: Applied) -> bool:
         """Step with the gradients as they are; return False if all ranks refuse to, because they are not finite."""
+        with self.exchanges.used.tensors.stepping():
+            return self._step(applied, self.exchanges.used.tensors)
+
+    def _step(self, applied: Applied, tensors: Whole) -> bool:
         optimizer, clip_norm, parameters = self.optimizer, self._options.clip_norm, self.parameters
         is_missing = all(p.grad is None for p in parameters)
         if self.name and not applied.counts_nothing:
             self._check_reached()
         if applied.counts_nothing or is_missing:
             return True  # momentum and weight decay must not move weights; a scaler does not step without gradients
-        if self._checks() and not all_finite([p.grad for p in parameters]):
+        if self._checks() and not tensors.are_finite(all_finite([p.grad for p in parameters])):
             return False
+        if clip_norm is not None or tensors.are_parts:
+            loss_scaling.unscale(self.scaler, optimizer, tensors)
         if clip_norm is not None:
-            self.scaler.unscale_(optimizer)
-            clipping.clip_norm(parameters, clip_norm)
+            clipping.clip_norm(parameters, clip_norm, tensors)
         with without_reduction(optimizer):
             self.step.was_taken = loss_scaling.step(self.scaler, optimizer)
         self.scaler.update()
@@ -212,14 +218,19 @@ class Update:
         if not self._checks() or all_finite([p.grad for p in self.parameters]):
             return None
         mean = float(torch.stack(self.step.losses).mean())
-        return Fault("", self._first_non_finite(), mean, batches, steps_ago=1, is_late=True)
+        return Fault("", self.first_non_finite(), mean, batches, steps_ago=1, is_late=True)
 
     def late_fault(self, fault: Fault) -> Fault:
         """Complete a fault of the step before, and drop its gradient."""
         return replace(fault, reduced=self.drop_gradients())
 
-    def _first_non_finite(self) -> str:
-        return self.name_of(first_non_finite((p, p.grad) for p in self.parameters)) or "none"
+    def first_non_finite(self) -> str:
+        """Return the first parameter whose reduced gradient is not finite, or "none"; equal on all ranks."""
+        parameters, tensors = self.parameters, self.exchanges.used.tensors
+        with tensors.stepping():
+            found = first_non_finite((index, each.grad) for index, each in enumerate(self.parameters))
+            found = tensors.first(found)
+        return "none" if found is None else self.exchanges.names[parameters[found]]
 
     def name_of(self, parameter: nn.Parameter | None) -> str | None:
         """Return a parameter's name."""
@@ -227,7 +238,7 @@ class Update:
 
     def drop_gradients(self) -> str:
         """Drop the gradients of a step that was refused; return the first parameter whose gradient is not finite."""
-        name = self._first_non_finite()
+        name = self.first_non_finite()
         self.optimizer.zero_grad()
         return name
 

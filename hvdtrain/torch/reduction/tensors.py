@@ -1,0 +1,35 @@
+"""The tensors with which one rank's optimizer steps, and what is asked of all numbers of their gradients."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+
+class Whole:
+    """Whole weights with whole gradients, alike on all ranks: no rank has to ask the others.
+
+    `sharded.Shards` is a subclass, for ranks that step with their parts of them; its methods are collectives.
+    """
+
+    are_parts = False
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Within it, the optimizer's groups hold the tensors, with their gradients."""
+        return nullcontext()
+
+    def are_finite(self, finite: bool) -> bool:
+        """Return whether all gradients are finite, if this rank's are."""
+        return finite
+
+    def norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of all gradients from that of this rank's."""
+        return norm
+
+    def add_up(self, number: Tensor) -> None:
+        """Replace a number of this rank's tensors by the sum over those of all ranks."""
+
+    def first(self, index: int | None) -> int | None:
+        """Return the first index on any rank, of the weight with some quality; None if no rank has one."""
+        return index
