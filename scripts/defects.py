@@ -292,6 +292,20 @@ DEFECTS = (
         ranks("torch", "test_weights_and_state_have_the_bits"),
     ),
     Defect(
+        "shards on Keras: a state that is loaded is that of the first part",
+        "hvdtrain/keras/shards/__init__.py",
+        "whole.reshape(-1)[begin:end])",
+        "whole.reshape(-1)[: end - begin])",
+        ranks("keras-torch", "what_is_saved_is_whole_or_refused"),
+    ),
+    Defect(
+        "shards on Keras: what was gathered before a step is saved after it",
+        "hvdtrain/keras/shards/__init__.py",
+        "return self._values if iterations == self._iterations else {}",
+        "return self._values",
+        ranks("keras-torch", "what_is_saved_is_whole_or_refused"),
+    ),
+    Defect(
         "shards: the norm of gradients is that of this rank's parts",
         "hvdtrain/torch/reduction/sharded.py",
         "return self._sum(norm.double().square()).sqrt().to(norm.dtype)",

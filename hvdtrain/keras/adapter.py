@@ -17,7 +17,7 @@ import keras
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 
 import hvdtrain.keras as hvd
-from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, Refusal, State
+from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, Refusal, State, shard_refusals
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import as_array, tree_map
 from hvdtrain.distributed import launch_environment
@@ -29,10 +29,11 @@ from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
 from hvdtrain.keras.masks import MaskedSteps
 from hvdtrain.keras.memories import Memories
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
-from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, replace_optimizers
+from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, other_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.overrides import STEPS, overrides
 from hvdtrain.keras.own_logs import OwnLogs
+from hvdtrain.keras.shards import check as check_sharded
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
 from hvdtrain.keras.variables import broadcast_model, broadcast_variables
 from hvdtrain.keras.weight_access import WeightAccess
@@ -47,9 +48,10 @@ def make_adapter(
     """Return the adapter for `model`, compiled with a distributed optimizer; see `Trainer` for arguments and errors."""
     if step is not None:
         raise TypeError(f"step= is for torch. Override train_step of your keras.Model instead. Received: step={step!r}")
-    if options.shard is not None:
+    if options.shard not in (None, "optimizer"):
         raise ValueError(
-            f"shard is for torch. Received: shard={options.shard!r} for a Keras model on rank {world.rank}"
+            "Keras computes all gradients before any of them is reduced, so a rank holds whole ones. Use "
+            f"shard='optimizer'. Received: shard={options.shard!r} for a Keras model on rank {world.rank}"
         )
     if options.micro_batch is not None:
         raise ValueError(
@@ -58,7 +60,7 @@ def make_adapter(
         )
     plain = _plain_optimizer(model, optimizer, loss, metrics)
     if options.needs is not None:
-        options.needs.check([*_refusals(model, world), *delayed.refusals(model, plain, options)])
+        options.needs.check([*_refusals(model, options, world), *delayed.refusals(model, plain, options)])
     layers = model._flatten_layers(include_self=True)
     _refuse_synchronized(layers, world)
     if options.precision != "fp32":  # variables stay float32
@@ -69,10 +71,12 @@ def make_adapter(
     if in_half and not isinstance(plain, keras.optimizers.LossScaleOptimizer):
         plain = keras.optimizers.LossScaleOptimizer(plain)  # small gradients would become zero
     check_optimizers(model, options)
+    for each in (plain, *other_optimizers(model).values()) if options.shard is not None else ():
+        check_sharded(each)
 
     def distribute(one: Any) -> Any:
         how: dict[str, Any] = {"compression": options.compression, "process_set": world.data_set}
-        how |= {"backward_passes_per_step": options.accumulate}
+        how |= {"backward_passes_per_step": options.accumulate, "shard_state": options.shard is not None}
         found = hvd.DistributedOptimizer(one, **how)
         _set_clip_norm(distributed_part(found), options.clip_norm)
         return found
@@ -88,9 +92,10 @@ def make_adapter(
     return KerasAdapter(model, options, world)
 
 
-def _refusals(model: keras.Model, world: World) -> Iterator[Refusal]:
+def _refusals(model: keras.Model, options: Options, world: World) -> Iterator[Refusal]:
     """Yield what Keras cannot do, and what this model cannot."""
     kind = "a Keras model"
+    yield from shard_refusals(options)
     yield Refusal(("open steps",), kind, "its compiled step computes a batch and applies the gradient; use balance")
     if world.size > 1:  # one process steps alone
         yield Refusal(("host steps",), kind, "its compiled step reduces over all ranks or none; leave out `within`")

@@ -19,6 +19,7 @@ from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.error_feedback import ErrorFeedback
 from hvdtrain.keras.exchange import EVERY_STEP, Exchange
 from hvdtrain.keras.reduction import GradientReduction, identity
+from hvdtrain.keras.shards import Shards
 from hvdtrain.keras.variables import agree, path, without_counters
 
 _backend = backend_module()
@@ -40,6 +41,7 @@ class _StepState:
     may_change: Any = None  # a boolean scalar: False if the step changes no weight; None if every step does
     exchange: Exchange = EVERY_STEP
     memory: ErrorFeedback | None = None  # None before it is needed
+    shards: Shards | None = None  # likewise, and without shards
     weight_names: dict[int, str] = field(
         default_factory=dict
     )  # in `memory`, by `identity`; empty outside of the Trainer
@@ -139,21 +141,28 @@ class DistributedMixin(keras.optimizers.Optimizer):
     @_backend.untraced
     def _backend_update_step(self, grads: list[Any], trainable_variables: list[Any], learning_rate: Any) -> None:
         parent: Any = super()
-        if self._hvd_state.may_change is None:
-            parent._backend_update_step(grads, trainable_variables, learning_rate)
-            return
+        shards = self._hvd_shards
+
+        def step() -> None:
+            if shards is None:
+                parent._backend_update_step(grads, trainable_variables, learning_rate)
+                return
+            shards.step(self, lambda g, v: parent._backend_update_step(g, v, learning_rate), grads, trainable_variables)
 
         def update() -> None:
             parent._apply_weight_decay(trainable_variables)
-            parent._backend_update_step(grads, trainable_variables, learning_rate)
+            step()
 
+        if self._hvd_state.may_change is None:
+            step()
+            return
         _backend.run_if(self._hvd_state.may_change, update, self._skip)
 
     @_backend.untraced
     def _skip(self) -> None:
         """Undo the step's count of passes and its accumulated gradients; afterwards `apply` counts the last pass."""
         self._iterations.assign_sub(self._passes)
-        for accumulator in self._accumulators:  # on torch, Keras clears them by a product with 0, which leaves NaN
+        for accumulator in self._hvd_accumulators:  # on torch, Keras clears them by a product with 0, which leaves NaN
             accumulator.assign(keras.ops.zeros_like(accumulator))
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
@@ -164,7 +173,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
         # Under loss scaling, the old values arrive as Keras variables.
         weights = [keras.ops.convert_to_tensor(v) for v in trainable_variables]
         state = [keras.ops.convert_to_tensor(v) for v in optimizer_variables]
-        cleared = {id(v) for v in self._accumulators}
+        cleared = {id(v) for v in self._hvd_accumulators}
         for index, variable in enumerate(self.variables):
             if variable is self._iterations:
                 state[index] = new_state[index] - self._passes
@@ -174,11 +183,46 @@ class DistributedMixin(keras.optimizers.Optimizer):
         return list(map(where, new_weights, weights)), list(map(where, new_state, state))
 
     @property
+    def _hvd_shards(self) -> Shards | None:
+        """The shards of the slot variables; None if each rank holds all of them."""
+        state, how = self._hvd_state, self._hvd_how
+        if state.shards is None and how.shard_state and how.size() > 1:
+            state.shards = Shards(how, self._iterations)
+        return state.shards
+
+    def add_variable_from_reference(
+        self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        """Add a slot variable; in shards, of this rank's part of the weight. See keras.optimizers.Optimizer."""
+        shards = self._hvd_shards
+        if shards is None or name == "gradient_accumulator":  # gradients add up before they are reduced
+            return super().add_variable_from_reference(reference_variable, name, initializer)
+        from keras.src import backend
+
+        of_weight = path(reference_variable).replace("/", "_").replace(":", "_")
+        with backend.name_scope(self.name, caller=self):
+            slot = shards.slot(reference_variable, f"{of_weight}_{name or 'var'}", initializer)
+        self._track_variable(slot)
+        return slot
+
+    def _var_key(self, variable: Any) -> Any:
+        """Return the key of a variable. That of a part is the whole weight's."""
+        return super()._var_key(getattr(variable, "_hvd_whole", variable))
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather a sharded state on one rank, or on all (None): there Keras saves it until the next step.
+
+        A collective, as in torch's ZeroRedundancyOptimizer. Without shards it does nothing.
+        """
+        if self._hvd_shards is not None:
+            self._hvd_shards.gather(to)
+
+    @property
     def _passes(self) -> int:
         return int(self.gradient_accumulation_steps or 1)
 
     @property
-    def _accumulators(self) -> list[Any]:
+    def _hvd_accumulators(self) -> list[Any]:
         return [v for v in getattr(self, "_accumulated_gradients", None) or () if v is not None]
 
     @_backend.untraced
@@ -233,6 +277,11 @@ class DistributedMixin(keras.optimizers.Optimizer):
 
     def register_local_var(self, var: Any) -> None:
         """Do not reduce the gradient of `var`; scale it by 1 / size unless scale_local_gradients is False."""
+        if self._hvd_how.shard_state:
+            raise ValueError(
+                "With a sharded state, each rank updates a part of each weight, so no rank can train a weight alone. "
+                f"Received: the local variable {path(var)} with shard_state=True. Use no shards."
+            )
         self._hvd_how.local_variables.append(var)
 
     @property

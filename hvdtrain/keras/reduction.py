@@ -156,6 +156,7 @@ class GradientReduction:
     device_sparse: str = ""
     scale_local_gradients: bool = True
     name: str = ""
+    shard_state: bool = False  # each rank holds 1/N of the optimizer's slot variables
     local_variables: list[Any] = field(default_factory=list)
 
     def size(self) -> int:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import Fault, HostArrays, Options, State, host_arrays
+from hvdtrain.adapter import Fault, HostArrays, Options, ShardedArray, State, host_arrays
 from hvdtrain.checkpoint import Kind
 from hvdtrain.keras import trained
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.model_optimizers import other_optimizers
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.shards import Slot, whole_shape
 from hvdtrain.keras.variables import path, without_counters
 
 Arrays = dict[str, NDArray[Any]]
@@ -55,18 +57,27 @@ def capture(model: keras.Model) -> State:
     own = {id(v) for v in model.non_trainable_weights} - weights
     has_gradient = {id(v) for v in model.trainable_weights}
     variables = _variables(model)
+    tensors = {name: v for name, v in variables.items() if not isinstance(v, Slot)}
     return State(
-        HostArrays(variables, lambda v: np.asarray(keras.ops.convert_to_numpy(v)), _kind),
+        HostArrays(tensors, lambda v: np.asarray(keras.ops.convert_to_numpy(v)), _kind),
         {_TRAINABLE: trained.flags_of(model)},
         per_rank=frozenset(name for name, v in variables.items() if id(v) in own),
         trained=frozenset(name for name, v in variables.items() if id(v) in has_gradient),
         frozen=frozenset(name for name, v in variables.items() if id(v) in weights - has_gradient),
+        sharded={name: _sharded(v) for name, v in variables.items() if isinstance(v, Slot)},
     )
+
+
+def _sharded(slot: Slot) -> ShardedArray:
+    def gather(everywhere: bool) -> NDArray[Any] | None:
+        return slot.shards.whole(slot, to=None if everywhere else 0)
+
+    return ShardedArray(_kind(slot), gather)
 
 
 def _kind(variable: Any) -> Kind:
     dtype = keras.ops.convert_to_numpy(keras.ops.zeros((), variable.dtype)).dtype
-    return Kind(tuple(variable.shape), dtype)
+    return Kind(whole_shape(variable), dtype)
 
 
 def restore(state: State, model: keras.Model) -> Restored:
@@ -111,7 +122,10 @@ def _build_again(model: keras.Model, saved: HostArrays, *, changed: bool) -> tup
             "the optimizer in the checkpoint has state of other weights, because a callback has frozen or unfrozen "
             "layers. Freeze or unfreeze the same ones before fit, in the same order"
         )
-    unused = dict(zip(now, copies(list(now.values())), strict=True))
+    unused = {
+        name: np.zeros(v.whole_shape) if isinstance(v, Slot) else array
+        for (name, v), array in zip(now.items(), copies(list(now.values())), strict=True)
+    }
     return saved.only(_is_weight) | unused | saved.renamed(pairs), True
 
 
@@ -126,7 +140,7 @@ def _is_weight(name: str) -> bool:
 def _check(current: dict[str, Any], saved: HostArrays) -> None:
     """Raise ValueError unless both have the same names and shapes."""
     for name in [*current, *saved]:
-        here = tuple(current[name].shape) if name in current else "missing"
+        here = whole_shape(current[name]) if name in current else "missing"
         there = saved.kind(name).shape if name in saved else "missing"
         if here != there:
             raise ValueError(f"tensor {name} is {there} in the checkpoint and {here} in the model")
@@ -262,8 +276,11 @@ def _metrics_of(names: Iterable[str]) -> str:
 
 def _load(variables: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
     held = host_arrays(arrays)
-    for name in variables.keys() & held.keys():
-        variables[name].assign(held[name])
+    for name, variable in variables.items():  # an optimizer's counter of steps before its slots: see `Shards.divide`
+        if isinstance(variable, Slot) and name in held and held.is_stored(name):  # on the root, which has no room
+            variable.shards.divide_later(variable, partial(held.__getitem__, name))
+        elif name in held:
+            variable.assign(held[name])
 
 
 class StepSnapshot:

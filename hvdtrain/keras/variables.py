@@ -17,6 +17,7 @@ from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
 from hvdtrain.keras import basics, ops
 from hvdtrain.keras.reduction import identity, small_together
+from hvdtrain.keras.shards import Slot, shards_of
 
 # A bound on the extra memory; large enough that the number of messages does not matter.
 CHUNK_BYTES = 64 * 2**20
@@ -26,6 +27,8 @@ def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, process_set: Any | None = None, inplace: bool = True
 ) -> None:
     """Assign the root's values to `variables` on every rank, bit for bit, whatever their dtypes.
+
+    Of an optimizer state in shards, what the root has loaded is divided; otherwise each rank keeps its part.
 
     Call it outside of compiled functions, on every rank, with the same variables in the same order, or all ranks raise
     DesyncError.
@@ -45,9 +48,13 @@ def broadcast_variables(
     if basics.members(process_set) <= 1 or not variables:
         return
     ops.refuse_graph("keras.broadcast_variables")
+    sharded = shards_of(variables)
+    variables = [v for v in variables if not isinstance(v, Slot)]
     agree(variables, what="variables to broadcast", process_set=process_set)
     for bucket in small_together([num_bytes(v) for v in variables], limit=CHUNK_BYTES, room=CHUNK_BYTES):
         _broadcast([variables[i] for i in bucket], root_rank, process_set)
+    for shards in sharded:
+        shards.spread(root_rank)
 
 
 def broadcast_model(model: Any, optimizer: Any | None = None, root_rank: int = 0, skip: Sequence[Any] = ()) -> None:

@@ -12,6 +12,8 @@ import keras
 from hvdtrain.keras import basics
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
 from hvdtrain.keras.reduction import Compression, GradientReduction, reduction_of
+from hvdtrain.keras.shards import check as check_sharded
+from hvdtrain.keras.shards import shards_of
 
 log = logging.getLogger("hvdtrain")
 
@@ -31,6 +33,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | list[list[Any]] | None = None,
     process_set: Any | None = None,
     scale_local_gradients: bool = True,
+    shard_state: bool = False,
 ) -> Any:
     """Return an optimizer of the user's class whose gradients are reduced over ranks before they are applied.
 
@@ -54,10 +57,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups: number of groups, or lists of variables; each group is reduced in one operation.
         process_set: ranks that take part; None for all.
         scale_local_gradients: divide the gradients of variables registered as local by the number of ranks.
+        shard_state: each rank holds and updates 1/N of the optimizer's slot variables; weights are gathered after each
+            step. On every rank, call `consolidate_state_dict()` before the model is saved. For Keras's SGD, Adam,
+            AdamW and others whose update of a number depends on that number alone.
     """
     optimizer = _plain(optimizer)
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1. Received: {backward_passes_per_step}")
+    if shard_state:
+        check_sharded(optimizer)
     how = reduction_of(
         op=op,
         compression=compression,
@@ -71,11 +79,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         device_sparse=device_sparse,
         scale_local_gradients=scale_local_gradients,
         name=name or "",
+        shard_state=shard_state,
     )
     _patch_keras()
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     inner = optimizer.inner_optimizer if is_scaled else optimizer
     distributed = _twin(inner, _distributed_class(type(inner), how))
+    _divide(distributed)
     if backward_passes_per_step > 1:
         _accumulate(distributed, backward_passes_per_step)
     if inner is optimizer:
@@ -241,6 +251,19 @@ def _track(optimizer: Any, variables: list[Any]) -> None:
     optimizer._tracker = tracker
 
 
+def _divide(optimizer: Any) -> None:
+    """Give a built optimizer whose state is sharded new slot variables, with this rank's part of the values."""
+    if optimizer._hvd_shards is None or not optimizer.built:
+        return
+    values, weights = list(optimizer._variables), list(optimizer._trainable_variables)
+    _track(optimizer, values[: 1 + isinstance(optimizer._learning_rate, keras.Variable)])
+    optimizer.built = False
+    optimizer.build(weights)
+    for variable, value in zip(optimizer._variables, values, strict=True):
+        if variable is not value:
+            variable.assign(keras.ops.convert_to_numpy(value))
+
+
 def _accumulate(optimizer: Any, passes: int) -> None:
     """Multiply the accumulation steps by `passes`, and give a built optimizer its accumulators."""
     had = optimizer.gradient_accumulation_steps
@@ -261,6 +284,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
 @functools.cache  # once a process
 def _patch_keras() -> None:
     """Patch what an optimizer cannot change from inside; nothing changes where no optimizer is distributed."""
+    from keras.src.legacy.saving import legacy_h5_format
     from keras.src.trainers.trainer import Trainer
 
     scaling: Any = keras.optimizers.LossScaleOptimizer
@@ -279,7 +303,21 @@ def _patch_keras() -> None:
         original_compile(self, *args, **kwargs)
         without_xla(self)
 
+    original_save = legacy_h5_format.save_model_to_hdf5
+
+    @functools.wraps(original_save)
+    def save_model(model: Any, filepath: Any, overwrite: bool = True, include_optimizer: bool = True) -> None:
+        # Before the file is opened: Keras's writer does not restore its settings after an error.
+        if include_optimizer and shards_of(getattr(getattr(model, "optimizer", None), "variables", ())):
+            raise RuntimeError(
+                "The optimizer's state is in shards: each rank holds a part, which an HDF5 file would take for the "
+                "whole. On every rank, call consolidate_state_dict(), then save the model as .keras. "
+                f"Received: {filepath}"
+            )
+        original_save(model, filepath, overwrite, include_optimizer)
+
     scaling.check_finite, Trainer.compile = check_finite, compile
+    legacy_h5_format.save_model_to_hdf5 = save_model
 
 
 def without_xla(model: Any) -> None:

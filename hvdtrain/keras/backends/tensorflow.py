@@ -194,13 +194,13 @@ def _marks(names: tuple[str, ...]) -> tuple[Any, Any, Any]:
     return began, ended, seconds
 
 
-def untracked(value: Any, dtype: Any) -> Any:
-    """Return a new variable, also while a graph is traced."""
+def untracked(value: Any, dtype: Any, shape: Any = None) -> Any:
+    """Return a new variable, also while a graph is traced; with a `shape`, its values may have any that fits."""
     # The class itself: tf.Variable asks the tf.function that is traced, which refuses it when it is traced again.
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     with tf.init_scope():
-        return ResourceVariable(value, dtype=dtype, trainable=False)
+        return ResourceVariable(value, dtype=dtype, trainable=False, shape=shape)
 
 
 def reduce_unwatched(
@@ -331,6 +331,14 @@ def _reduce_bf16(tensors: list[Tensor], name: str, how: GradientReduction) -> li
     shard = tf.reduce_sum(shards, axis=0) * _sum_factor(how, tf.float32)
     gathered = _floats(_horovod().allgather(_bits(shard), name=_graph_name(f"{name}.bf16_sums"), **common))
     return [tf.cast(p, t.dtype) for p, t in zip(_split(gathered[:total], tensors), tensors, strict=True)]
+
+
+def allgather(tensor: Tensor, name: str, how: GradientReduction) -> Tensor:
+    """Return all ranks' vectors, one after the other, bit for bit."""
+    is_bf16 = tensor.dtype == tf.bfloat16  # which Horovod does not know
+    sent = tf.reshape(tf.bitcast(tensor, tf.uint8), [-1]) if is_bf16 else tensor
+    received = _horovod().allgather(sent, name=_graph_name(name), **_common(how))
+    return tf.bitcast(tf.reshape(received, [-1, 2]), tf.bfloat16) if is_bf16 else received
 
 
 def _bits(floats: Tensor) -> Tensor:

@@ -155,6 +155,23 @@ def test_a_gan_of_two_optimizers_trains_as_in_one_process(kit):
         assert history[name] == pytest.approx([each[name] for each in logs], abs=1e-6)
 
 
+@pytest.mark.world_size(2)
+def test_a_gan_of_two_sharded_optimizers_trains_as_in_one_process(kit):
+    needs_several_optimizers()
+    model, reference = gan(), gan(clip_norm=0.3)
+    if hvd.rank():  # which only a broadcast mends
+        for variable in model.d_optimizer.variables[2:]:
+            variable.assign(variable + 1)
+    trainer = hvdtrain.Trainer(model, clip_norm=0.3, shard="optimizer")
+    fit(trainer)
+    train_alone(reference, 2)
+    kit.assert_close(model, reference)
+    held = trainer.state().copied().arrays
+    for name in ("d_optimizer", "g_optimizer"):
+        ours = [held[key].ravel() for key in sorted(held) if key.startswith(f"optimizer.{name}.")]
+        kit.assert_close(np.concatenate(ours), getattr(reference, name).variables)
+
+
 def named(values, *, by_name):
     """Return `values`, by name or in a list."""
     return values if by_name else list(values.values())

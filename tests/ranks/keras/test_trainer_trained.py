@@ -26,13 +26,13 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
 
-def fit(*hooks):
+def fit(*hooks, **options):
     random = np.random.default_rng(0)
     initial = [keras.initializers.GlorotUniform(seed=seed) for seed in range(2)]
     bottom = keras.layers.Dense(6, "tanh", kernel_initializer=initial[0], name="bottom", trainable=False)
     head = keras.layers.Dense(3, kernel_initializer=initial[1], name="head")
     model = keras.Sequential([keras.Input((4,)), bottom, head])
-    trainer = hvdtrain.Trainer(model, optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    trainer = hvdtrain.Trainer(model, optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse", **options)
     data = [random.normal(size=(12, width)).astype(np.float32) for width in (4, 3)]
     try:
         trainer.fit(tuple(data), batch_size=3, epochs=4, callbacks=[Unfreeze(), *hooks], progress=False, run_dir=None)
@@ -47,5 +47,14 @@ def test_unfrozen_layers_train_on_after_a_resume(shared_tmp_path):
     straight = fit()
     assert fit(Checkpoint(shared_tmp_path), Stop()) is None
     resumed = fit(Checkpoint(shared_tmp_path))
+    for one, two in zip(straight, resumed, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.world_size(2)
+def test_unfrozen_layers_train_on_in_shards_also_after_a_resume_with_them(shared_tmp_path):
+    straight = fit()
+    assert fit(Checkpoint(shared_tmp_path), Stop(), shard="optimizer") is None
+    resumed = fit(Checkpoint(shared_tmp_path), shard="optimizer")
     for one, two in zip(straight, resumed, strict=True):
         np.testing.assert_array_equal(one, two)

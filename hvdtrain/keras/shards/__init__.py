@@ -1,0 +1,275 @@
+"""Optimizer state in shards: each rank holds 1/N of the slot variables, and updates 1/N of every weight.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1. Gradients are
+reduced and clipped as without shards. Then Keras's own update runs on this rank's part of each weight, and all ranks
+gather the weights.
+
+Each of Keras's backends has a module here with the function
+
+    step(shards, optimizer, update, gradients, variables)   lets `update(gradients, parts)` change this rank's parts of
+                                                            the variables; gives all ranks all parts. A collective
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.distributed import agreement, launch_environment
+from hvdtrain.distributed.division import Division
+from hvdtrain.keras import basics, ops
+from hvdtrain.keras.reduction import GradientReduction
+
+Array = NDArray[Any]
+
+_OPTIMIZERS = keras.optimizers
+# Their update of a number depends on no other number of the weight, nor on other weights.
+_ELEMENT_WISE = (
+    _OPTIMIZERS.SGD, _OPTIMIZERS.Adam, _OPTIMIZERS.AdamW, _OPTIMIZERS.Nadam, _OPTIMIZERS.Adamax, _OPTIMIZERS.Adadelta,
+    _OPTIMIZERS.Adagrad, _OPTIMIZERS.RMSprop, _OPTIMIZERS.Ftrl, _OPTIMIZERS.Lion,
+)  # fmt: skip
+
+BUCKET_BYTES = 2**23  # of weights that are gathered together
+_PIECE_BYTES = 2**21  # of a value that is divided
+
+
+class Slot(keras.Variable):
+    """This rank's part of a slot variable, such as a momentum, in one dimension.
+
+    What is saved and loaded is whole: a whole value that is assigned is divided, and `numpy` returns the whole value.
+
+    Attributes:
+        whole_shape: the shape of the weight.
+    """
+
+    shards: Shards
+    whole_shape: tuple[int, ...]
+
+    def assign(self, value: Any) -> Any:
+        """Assign a value of this rank's part, or of the whole slot."""
+        given = tuple(np.shape(value) if isinstance(value, list) else value.shape)
+        if given == self.whole_shape and given != tuple(self.shape):
+            value = self.shards.divide(self, np.asarray(keras.ops.convert_to_numpy(value)))
+        return super().assign(value)
+
+    def numpy(self) -> Array:
+        """Return the whole value, where `Shards.gather` has gathered it; Keras saves it. RuntimeError elsewhere."""
+        return self.shards.whole_of(self)
+
+
+class Shards:
+    """The slot variables of one optimizer over ranks, and the step that each rank takes with its shard.
+
+    Attributes:
+        division: says which part is which rank's.
+        rank: this process's, in the process set.
+        process_set: the ranks; None means all.
+        held: what a backend's `step` keeps from step to step, by variable.
+
+    Args:
+        how: the optimizer's reduction.
+        iterations: the optimizer's counter of steps. While it does not change, slots do not change.
+    """
+
+    def __init__(self, how: GradientReduction, iterations: Any) -> None:
+        self.division, self.rank, self.process_set = Division(how.size()), how.rank(), how.process_set
+        self.held: dict[Any, Any] = {}
+        self._slots: list[Slot] = []
+        self._iterations = iterations
+        self._loaded, self._gathered = _Whole(), _Whole()
+
+    def bounds(self, numel: int) -> tuple[int, int]:
+        """Return where this rank's part of a weight begins and ends."""
+        return self.division.bounds(numel, self.rank)
+
+    def slot(self, weight: Any, name: str, initializer: Any) -> Slot:
+        """Return a new slot for this rank's part of a weight."""
+        begin, end = self.bounds(math.prod(weight.shape))
+        dtype = keras.backend.standardize_dtype(weight.dtype)
+        slot = Slot(initializer=initializer, shape=(end - begin,), dtype=dtype, trainable=False, name=name)
+        slot.shards, slot.whole_shape = self, tuple(int(n) for n in weight.shape)
+        self._slots.append(slot)
+        return slot
+
+    def step(
+        self, optimizer: Any, update: Callable[[list[Any], list[Any]], None], gradients: list[Any], variables: list[Any]
+    ) -> None:
+        """Update this rank's parts of variables, and give all ranks all parts. A collective; in a graph it is traced.
+
+        Args:
+            optimizer: the `DistributedMixin`.
+            update: takes gradients and variables, as Keras's `_backend_update_step`.
+            gradients: whole ones, equal on all ranks.
+            variables: the weights.
+        """
+        backend = importlib.import_module(f"hvdtrain.keras.shards.{keras.backend.backend()}")
+        backend.step(self, optimizer, update, gradients, variables)
+
+    def divide(self, slot: Slot, whole: Array) -> Array:
+        """Return this rank's part of a value that is loaded. `spread` knows it until the next step."""
+        self._loaded.put(slot, whole, number(self._iterations))
+        self._gathered = _Whole()
+        begin, end = self.bounds(whole.size)
+        return np.ascontiguousarray(whole.reshape(-1)[begin:end])
+
+    def divide_later(self, slot: Slot, read: Callable[[], Array]) -> None:
+        """Take the whole value that `read` returns, when `spread` divides it."""
+        self._loaded.put(slot, read, number(self._iterations))
+        self._gathered = _Whole()
+
+    def spread(self, root_rank: int) -> None:
+        """Divide what the root has loaded since its last step among ranks. A collective.
+
+        If it has loaded nothing, each rank keeps its parts.
+
+        Args:
+            root_rank: among all ranks.
+
+        Raises:
+            CheckpointError: on the root, if it cannot read what it has loaded; an OtherRankError on the other ranks.
+        """
+        loaded, self._loaded, self._gathered = self._loaded, _Whole(), _Whole()
+        values = loaded.values(number(self._iterations))
+        is_root = basics.rank() == root_rank
+        mine = [index for index, slot in enumerate(self._slots) if id(slot) in values] if is_root else None
+        common: dict[str, Any] = {"name": "hvdtrain.shards.spread", "process_set": self.process_set}
+        error: Exception | None = None
+        indices = ops.broadcast_object(mine, root_rank, **common)
+        for index in indices:
+            slot, whole = self._slots[index], None
+            if is_root and error is None:
+                try:
+                    value = values[id(slot)]
+                    whole = (value() if callable(value) else value).reshape(-1)
+                except Exception as caught:  # noqa: BLE001 - the other ranks wait
+                    error = caught
+            keras.Variable.assign(slot, self._part_of(slot, whole, root_rank, common))
+        if indices:
+            agreement.raise_on_all(
+                error, root_rank=root_rank, broadcast=lambda text: ops.broadcast_object(text, root_rank, **common)
+            )
+
+    def _part_of(self, slot: Slot, whole: Array | None, root_rank: int, common: dict[str, Any]) -> Array:
+        """Return this rank's part of the root's value in one dimension, sent in pieces; a collective."""
+        dtype, numel = np.dtype(slot.dtype), math.prod(slot.whole_shape)
+        begin, end = self.bounds(numel)
+        part, length = np.zeros(end - begin, dtype), _PIECE_BYTES // dtype.itemsize
+        for first in range(0, numel, length):
+            last = min(first + length, numel)
+            piece = np.zeros(last - first, dtype) if whole is None else whole[first:last].astype(dtype)
+            received = ops.call("broadcast", piece.view(np.uint8), root_rank, **common).view(dtype)
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                part[low - begin : high - begin] = received[low - first : high - first]
+        return part
+
+    def whole(self, slot: Slot, to: int | None) -> Array | None:
+        """Gather one slot on the host of a rank; a collective.
+
+        Args:
+            slot: of this optimizer.
+            to: the rank of the process set that gets it; None: all ranks.
+
+        Returns:
+            An array of the weight's shape; None on other ranks.
+        """
+        common: dict[str, Any] = {"name": "hvdtrain.shards.gather", "process_set": self.process_set}
+        part = np.ascontiguousarray(keras.ops.convert_to_numpy(slot))
+        sent = part.view(np.uint8)
+        if to is None:
+            received = ops.call("allgather", sent, **common)
+        else:
+            splits = np.zeros(self.division.size, np.int32)
+            splits[to] = sent.size
+            received, _ = ops.call("alltoall", sent, splits, **common)
+            if to != self.rank:
+                return None
+        return received.view(part.dtype).reshape(slot.whole_shape)  # type: ignore[no-any-return]
+
+    def gather(self, to: int | None) -> None:
+        """Gather all slots, which `Slot.numpy` returns until the next step; a collective. See `whole`."""
+        found = _Whole()
+        for slot in self._slots:
+            value = self.whole(slot, to)
+            if value is not None:
+                found.put(slot, value, number(self._iterations))
+        self._gathered = found
+
+    def whole_of(self, slot: Slot) -> Array:
+        """Return the whole value of a slot that was gathered; RuntimeError if it was not, or a step was taken since."""
+        values = self._gathered.values(number(self._iterations))
+        if id(slot) not in values:
+            raise RuntimeError(
+                "The optimizer's state is in shards: each rank holds a part. On every rank, call "
+                "optimizer.consolidate_state_dict(to=0) before rank 0 saves; the optimizer is model.optimizer, or with "
+                "loss scaling model.optimizer.inner_optimizer. "
+                f"Received: a read of {slot.path} on rank {basics.rank()}."
+            )
+        found: Array = values[id(slot)]
+        return found
+
+
+class _Whole:
+    """Whole values of slots, of the time when an optimizer had taken so many steps."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, Any] = {}  # arrays, or functions that read them
+        self._iterations = -1.0
+
+    def put(self, slot: Slot, value: Array | Callable[[], Array], iterations: float) -> None:
+        """Add a value; forget those of another step."""
+        if iterations != self._iterations:
+            self._values, self._iterations = {}, iterations
+        self._values[id(slot)] = value
+
+    def values(self, iterations: float) -> dict[int, Any]:
+        """Return the values by the `id` of the slot, if they are of this step; else none."""
+        return self._values if iterations == self._iterations else {}
+
+
+def check(optimizer: Any) -> None:
+    """Raise ValueError unless the state of a plain optimizer, or of one with loss scaling, can be sharded."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    kind = type(optimizer)
+    # On torch, Keras's classes have subclasses, with the same arithmetic on all weights together.
+    is_known = kind in _ELEMENT_WISE or (
+        kind.__module__.startswith("keras.src.") and kind.__bases__[-1] in _ELEMENT_WISE
+    )
+    if not is_known:
+        names = ", ".join(each.__name__ for each in _ELEMENT_WISE)
+        raise ValueError(
+            "With a sharded state, each rank updates a part of each weight, so the update of a number must not depend "
+            f"on others. Known to be so: keras.optimizers' {names}. Received: {kind.__module__}.{kind.__qualname__}. "
+            "Use one of these, or no shards."
+        )
+    if optimizer.use_ema:
+        raise ValueError(
+            "With a sharded state, no rank has whole moving averages, by which Keras replaces the weights. Received: "
+            f"{kind.__name__}(use_ema=True). Use hvdtrain.callbacks.EMA, or no shards."
+        )
+    if launch_environment.is_elastic():
+        raise ValueError(
+            "A sharded state is not for elastic jobs: the state that a rank holds would be lost with it. Received: "
+            f"shards of {kind.__name__} in an elastic job. Use no shards, or a job that is not elastic."
+        )
+
+
+def whole_shape(variable: Any) -> tuple[int, ...]:
+    """Return the shape in which a variable is saved."""
+    return variable.whole_shape if isinstance(variable, Slot) else tuple(variable.shape)
+
+
+def shards_of(variables: Sequence[Any]) -> list[Shards]:
+    """Return the shards whose slots are among variables, in their order."""
+    return list({id(v.shards): v.shards for v in variables if isinstance(v, Slot)}.values())
+
+
+def number(value: Any) -> float:
+    """Return a scalar on the host."""
+    return float(keras.ops.convert_to_numpy(value))
