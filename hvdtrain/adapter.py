@@ -300,6 +300,26 @@ class WeightAccess(Protocol):
         """Return NumPy's array as one of the type of `like`, and on its device."""
 
 
+class ShardCommits(Protocol):
+    """The last commit, in an elastic job, of state of which each rank holds a part; all ranks call it together."""
+
+    def prepare(self) -> None:
+        """Copy this rank's parts, and give a copy to a rank on another host; no rank returns before all have done so.
+
+        Then ranks save what else belongs to the commit, where none can fail alone, and call `confirm`.
+        """
+
+    def confirm(self) -> None:
+        """Drop the earlier commit."""
+
+    def load(self) -> bool:
+        """Divide the parts of the root's last commit among the present ranks; False if it has none.
+
+        Raises:
+            LostShardError: on every rank, if no rank has one of the parts.
+        """
+
+
 class Adapter(Protocol):
     """The operations of a framework for the Trainer."""
 
@@ -312,6 +332,7 @@ class Adapter(Protocol):
     rank_state: dict[str, NDArray[Any]]  # state of this rank only, named as in `rank_state`; assigning restores it
     notes: list[str]  # log lines on what the adapter has changed or kept; after a step the loop logs and removes them
 
+    shard_commits: ShardCommits | None  # None if no state is in shards
     couples_samples: bool  # True if outputs depend on the other samples of the rank's batch, as with BatchNorm
 
     @property

@@ -74,6 +74,10 @@ class NonFiniteError(HvdTrainError):
     """A gradient contains NaN or infinity. The step was not taken."""
 
 
+class LostShardError(HvdTrainError):
+    """A part of a sharded optimizer state has ended with the ranks that held it, in an elastic job; on every rank."""
+
+
 class CheckpointError(HvdTrainError):
     """A checkpoint is missing, damaged, or of another model."""
 

@@ -327,6 +327,27 @@ DEFECTS = (
         ranks("torch", "sharded_gradients_are_weighed"),
     ),
     Defect(
+        "elastic shards: copies are on the host of the rank whose part they are of",
+        "hvdtrain/distributed/keepers.py",
+        "by_host[(place + most) % size]",
+        "by_host[(place + 1) % size]",
+        unit("torch/test_shard_commits.py"),
+    ),
+    Defect(
+        "elastic shards: the earlier commit is dropped before all ranks have saved the new one",
+        "hvdtrain/torch/reduction/shard_commits.py",
+        "        self._commits[layout.number] = commit\n",
+        "        self._commits = {layout.number: commit}\n",
+        unit("torch/test_shard_commits.py"),
+    ),
+    Defect(
+        "elastic shards: a rank puts the parts of the ranks before into its optimizer",
+        "hvdtrain/torch/reduction/shard_commits.py",
+        "yield Move(entry, part, sender, receiver, max(first, begin), min(last, end))",
+        "yield Move(entry, part, sender, receiver, first, last)",
+        unit("torch/test_shard_commits.py"),
+    ),
+    Defect(
         "shards: whole gradients stay until the step",
         "hvdtrain/torch/reduction/scattered.py",
         "        param.grad = None\n",

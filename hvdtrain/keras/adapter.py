@@ -150,6 +150,8 @@ _USE_TARGETS = ("train_step", "test_step", "compute_loss")
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
+    shard_commits = None
+
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
         self._model, self._options, self._world, self._ranks = model, options, world, DataRanks(world)
         self._weighted = self._ranks.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()

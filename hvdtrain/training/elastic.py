@@ -30,11 +30,21 @@ class FitState(elastic.State):
 
     def commit(self, snapshot: Snapshot) -> None:
         """Replace the last commit by a copy of the current state; a collective call."""
+        shards = self._sync.adapter.shard_commits
         everyones = rank_state.gather(snapshot.arrays, world=self._world, everywhere=True)
-        self._saved = packing.pack(self._sync.state(), everyones, snapshot.meta, world=self._world, copy=True)
+        contents = packing.pack(self._sync.state(), everyones, snapshot.meta, world=self._world, copy=True)
+        if shards is not None:
+            shards.prepare()
+        self._saved = contents
+        if shards is not None:
+            shards.confirm()
 
     def find(self, *, lr_factor: float) -> Snapshot | None:
-        """Load the root's last commit, if it has one; see `checkpointing.load`."""
+        """Load the root's last commit, if it has one; see `checkpointing.load`.
+
+        Raises:
+            LostShardError: on every rank, if a part of the state was lost with the ranks that held it.
+        """
 
         def find() -> tuple[Path, Contents] | None:
             # A copy of the meta data, because restoring removes parts of it.
@@ -42,7 +52,11 @@ class FitState(elastic.State):
                 return None
             return Path("in memory"), Contents(self._saved.arrays, dict(self._saved.meta))
 
-        return checkpointing.restore(find, self._sync, lr_factor=lr_factor, world=self._world)
+        found = checkpointing.restore(find, self._sync, lr_factor=lr_factor, world=self._world)
+        shards = self._sync.adapter.shard_commits
+        if shards is not None:
+            shards.load()
+        return found
 
     def begin_next_round(self) -> None:
         """End this round of `fit`, on all ranks."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import CheckpointOptions, RunContext, RunId
+from hvdtrain.errors import LostShardError
 from hvdtrain.sync.synchronizer import Synchronizer
 from hvdtrain.training.checkpointing import RunCheckpoints, Snapshot, held
 from hvdtrain.training.due import Due
@@ -14,6 +16,9 @@ from hvdtrain.training.fit import Fit
 
 if TYPE_CHECKING:
     from hvdtrain.training.elastic import FitState
+
+log = logging.getLogger("hvdtrain")
+_LOST = "the last commit cannot be restored, and the run resumes from the checkpoint %s. %s"
 
 
 class Saver:
@@ -46,13 +51,25 @@ class Saver:
                 self._commits = None
 
     def restore(self, resume: str, *, lr_factor: float) -> Snapshot | None:
-        """Load the last commit of an elastic job, else the newest checkpoint, if there is one."""
-        found = None if self._commits is None else self._commits.find(lr_factor=lr_factor)
+        """Load the last commit of an elastic job, else the newest checkpoint, if there is one.
+
+        Raises:
+            LostShardError: on every rank, if a part of the last commit is lost, and there is no checkpoint.
+        """
+        found, lost = None, None
+        try:
+            found = None if self._commits is None else self._commits.find(lr_factor=lr_factor)
+        except LostShardError as error:
+            lost = error
         for each in self.folders if found is None else ():
-            if resume == "never":
+            if resume == "never" and lost is None:  # else the checkpoints there are of this run
                 each.set_aside()
             else:
                 found = each.restore(self._sync, lr_factor=lr_factor) or found
+        if lost is not None:
+            if found is None:
+                raise lost
+            log.warning(_LOST, found.meta["restored_from"], lost)
         return found
 
     def begin(self, run: RunId, *, global_step: int, will_write: bool) -> None:

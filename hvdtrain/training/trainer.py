@@ -248,15 +248,16 @@ class Trainer:
         script's own handlers receive the signals.
 
         In an elastic job, when a rank dies or hosts change, the remaining ranks continue from the last commit, a copy
-        of the state in every rank's memory. They commit at the beginning, at each epoch's end, at each checkpoint
-        within an epoch, and at the step after which they learn that hosts have changed. New ranks create their Trainer
-        and call `fit` alone. So a script has one call of `fit`, and no collective before it except `hvdtrain.init`:
-        no `evaluate`.
+        of the state in every rank's memory; with `shard`, of each part in two ranks' memory. They commit at the
+        beginning, at each epoch's end, at each checkpoint within an epoch, and at the step after which they learn that
+        hosts have changed. New ranks create their Trainer and call `fit` alone. So a script has one call of `fit`, and
+        no collective before it except `hvdtrain.init`: no `evaluate`.
 
         Raises:
             ValueError: no data, or an option outside its range.
             DesyncError: ranks have different data or options, or their weights differ (`SyncCheck`).
             CheckpointError: another run uses the folder of checkpoints, or it cannot be written; see `Checkpoint`.
+            LostShardError: with `shard`, both ranks that held a part have died, and there is no checkpoint.
             SystemExit: a stop was requested.
         """
         budget = as_budget(epochs, steps, seconds)

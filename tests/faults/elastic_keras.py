@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from elastic_job import adds_host, dies, say
+from elastic_job import changes_hosts, dies, say
 
 import hvdtrain.keras as hvd
 
@@ -44,7 +44,7 @@ class Script(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         state.steps += 1
         state.taken.append(state.steps)
-        if state.steps == FAULT_STEP and adds_host():
+        if state.steps == FAULT_STEP and changes_hosts():
             while True:  # until the commit ends this, since hosts have changed
                 state.commit()
                 time.sleep(0.05)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from elastic_job import adds_host, dies, say
+from elastic_job import changes_hosts, dies, say
 
 import hvdtrain.tensorflow as hvd
 
@@ -56,7 +56,7 @@ def train(state: Any) -> None:
         training_step(inputs, targets)
         state.batch += 1
         state.taken.append(state.batch)
-        if state.batch == FAULT_STEP and adds_host():
+        if state.batch == FAULT_STEP and changes_hosts():
             while True:  # until the commit ends this, since hosts have changed
                 state.commit()
                 time.sleep(0.05)

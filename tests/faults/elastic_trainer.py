@@ -1,7 +1,8 @@
 """`Trainer.fit` in an elastic job, and alone with the same global batches: FOLDER SCENARIO FRAMEWORK [MORE].
 
 If MORE is a number of seconds, these end the run and no number of epochs does. If it is "local", ranks step alone and
-synchronize after every two steps. If it is "cutoff", steps may close early; here none does.
+synchronize after every two steps. If it is "cutoff", steps may close early; here none does. "optimizer" and "gradients"
+are what is sharded, without checkpoints after ",unsaved". "topk:0.1" is a compression.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from elastic_job import FOLDER, HOST, SCENARIO, adds_host, dies, say
+from elastic_job import FOLDER, HOST, SCENARIO, changes_hosts, dies, say
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint, Logger
@@ -23,13 +24,15 @@ from hvdtrain.training import elastic
 from hvdtrain.training.checkpointing import Snapshot
 
 FRAMEWORK = sys.argv[3]
-MORE = sys.argv[4] if len(sys.argv) > 4 else None
+MORE, _, SAVED = sys.argv[4].partition(",") if len(sys.argv) > 4 else ("", "", "")
 SYNC = hvdtrain.LocalSGD(2) if MORE == "local" else None
 CUTOFF = 1.0 if MORE == "cutoff" else None
-SECONDS = float(MORE) if MORE and not (SYNC or CUTOFF) else None
+HOW: dict[str, Any] = {"shard": MORE} if MORE in ("optimizer", "gradients") else {}
+HOW |= {"compression": MORE} if MORE.startswith("topk") else {}
+SECONDS = float(MORE) if MORE.isdigit() else None
 SAMPLES, BATCH, EPOCHS, COMMIT_EVERY, FAULT_STEP = 96, 4, 3, 3, 7
 # Global batches before and after what happens, and the step from which the run goes on.
-BEFORE, AFTER, GOES_ON_AT = (BATCH, 2 * BATCH, 7) if SCENARIO == "grow" else (2 * BATCH, BATCH, 6)
+BEFORE, AFTER, GOES_ON_AT = (BATCH, 2 * BATCH, 7) if SCENARIO.startswith("grow") else (2 * BATCH, BATCH, 6)
 
 world = hvdtrain.init(FRAMEWORK)
 generator = np.random.default_rng(0)
@@ -44,7 +47,9 @@ def make() -> hvdtrain.Trainer:
         torch.manual_seed(5 + (world.rank if HOST != "alone" else 0))
         net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
         optimizer, loss = torch.optim.Adam(net.parameters(), lr=0.01), torch.nn.CrossEntropyLoss()
-        return hvdtrain.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], sync=SYNC, cutoff=CUTOFF)
+        return hvdtrain.Trainer(
+            net, optimizer=optimizer, loss=loss, metrics=["accuracy"], sync=SYNC, cutoff=CUTOFF, **HOW
+        )
     import keras
 
     keras.utils.set_random_seed(5 + (world.rank if HOST != "alone" else 0))
@@ -72,6 +77,13 @@ class FitState(elastic.FitState):
         return found
 
 
+def mean_error(trainer: hvdtrain.Trainer) -> list[float]:
+    """Return the mean over ranks of what compression has left out of the gradients; a collective."""
+    held = trainer._adapter.rank_state
+    own = np.concatenate([held[name].ravel() for name in sorted(held) if name.startswith("mean.error")])
+    return list(world.allreduce(own.astype(np.float64), "mean", name="errors"))
+
+
 commits: list[FitState] = []
 elastic.FitState = FitState
 
@@ -81,17 +93,21 @@ class Script(Callback):
 
     def on_fit_begin(self, trainer: hvdtrain.Trainer) -> None:
         say("begin", spent_s=commits[-1].spent_s, **place(trainer))
-        if HOST != "alone" and world.is_root:
+        if HOST != "alone" and world.is_root and not SAVED:
             say("holds", own=json.loads((FOLDER / "checkpoints" / ".lock").read_text())["pid"] == os.getpid())
 
     def on_step_begin(self, trainer: hvdtrain.Trainer, step: int) -> None:
+        if "compression" in HOW and trainer.global_step == GOES_ON_AT:
+            say("errors", mean=mean_error(trainer), **place(trainer))
         if trainer.global_step == FAULT_STEP:
             dies(rank=world.rank, size=world.size)
 
     def on_step_end(self, trainer: hvdtrain.Trainer, step: int) -> None:
-        if SECONDS:
+        if SECONDS or (SCENARIO == "grow-to-3" and world.size == 2 and trainer.global_step > FAULT_STEP):
             time.sleep(0.05)
-        if trainer.global_step == FAULT_STEP and adds_host():
+        if SCENARIO == "grow-to-3" and world.size == 2:
+            say("step", **place(trainer))
+        if trainer.global_step == FAULT_STEP and world.is_root and changes_hosts():
             while not commits[-1].hosts_have_changed:
                 time.sleep(0.05)
 
@@ -140,7 +156,8 @@ def fit_alone() -> hvdtrain.Trainer:
 if HOST == "alone":
     trainer = fit_alone()
 else:
-    trainer = fit(Script(), Logger(Log()), Checkpoint(FOLDER / "checkpoints", every_steps=COMMIT_EVERY))
+    saves = [] if SAVED else [Checkpoint(FOLDER / "checkpoints", every_steps=COMMIT_EVERY)]
+    trainer = fit(Script(), Logger(Log()), *saves)
 history = {name: values for name, values in trainer.history.items() if name not in ("seconds", "samples_per_s")}
 weights = {name: array.ravel().tolist() for name, array in trainer.state().arrays.items() if "model." in name}
 say("end", **place(trainer), seconds=sum(trainer.history["seconds"]), history=history, weights=weights)

@@ -6,8 +6,10 @@ about by its own steps, and nothing here looks at the time but for limits.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ from hvdtrain.launch import prepare
 from hvdtrain.system import process_tree, start_ranks
 
 HERE = Path(__file__).parent
-HOSTS = ("localhost", "127.0.0.1")
+HOSTS = ("localhost", "127.0.0.1", "127.0.1", "127.1")  # all of them are this machine
 LIMIT_S = 150
 BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
 
@@ -43,11 +45,11 @@ class Job:
         (found,) = self.of(fact, **what)
         return found
 
-    def together(self, fact: str, **what: Any) -> dict[str, Any]:
-        """Return the fact of rank 0 of two, which hold the same bits."""
-        first, second = self.one(fact, rank=0, size=2, **what), self.one(fact, rank=1, size=2, **what)
-        assert first["digest"] == second["digest"]
-        assert first["step"] == second["step"]
+    def together(self, fact: str, size: int = 2, **what: Any) -> dict[str, Any]:
+        """Return the fact of rank 0 of so many, which hold the same bits."""
+        first, *others = [self.one(fact, rank=rank, size=size, **what) for rank in range(size)]
+        assert {each["digest"] for each in others} == {first["digest"]}
+        assert {each["step"] for each in others} == {first["step"]}
         return first
 
 
@@ -58,17 +60,29 @@ def environment(backend: str) -> dict[str, str]:
 
 
 def run(
-    folder: Path, script: str, scenario: str, *more: str, backend: str = BACKEND, slots: int = 1, **options: str
+    folder: Path,
+    script: str,
+    scenario: str,
+    *more: str,
+    backend: str = BACKEND,
+    slots: int = 1,
+    fails: bool = False,
+    **options: str,
 ) -> Job:
-    hosts = HOSTS if scenario.startswith("kill") else HOSTS[:1]
+    size = int(scenario.partition("-of-")[2] or 2)
+    hosts = (
+        HOSTS[:size]
+        if scenario.startswith(("kill", "error", "leave"))
+        else HOSTS[: 2 if scenario == "grow-to-3" else 1]
+    )
     (folder / "hosts").write_text("".join(f"{host}:{slots}\n" for host in hosts))
     discovery = folder / "discover"
     discovery.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discovery.chmod(0o755)
     found = ["--host-discovery-script", str(discovery)]
-    size = ["-np", str(len(hosts) * slots), "--min-np", "1", "--max-np", str(2 * slots)]
+    sizes = ["-np", str(len(hosts) * slots), "--min-np", "1", "--max-np", str(len(HOSTS) * slots)]
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    launcher = [*start_ranks.horovodrun(Path(sys.executable)), *size, *given, *found, *prepare.elastic_flags(found)]
+    launcher = [*start_ranks.horovodrun(Path(sys.executable)), *sizes, *given, *found, *prepare.elastic_flags(found)]
     command = [*launcher, sys.executable, str(HERE / script), str(folder), scenario, *more]
     # A file: a pipe would keep us waiting for whoever still holds it.
     with (folder / "output").open("w+") as output:
@@ -82,7 +96,9 @@ def run(
             process_tree.end(None, below=process.pid)
             process.wait()
     job = Job(folder, (folder / "output").read_text())
-    assert status == 0, f"status {status} (None: no end within {LIMIT_S} s)\n{job.output[-6000:]}\n{job.facts}"
+    assert (status is not None and status != 0) if fails else status == 0, (
+        f"status {status} (None: no end within {LIMIT_S} s)\n{job.output[-6000:]}\n{job.facts}"
+    )
     return job
 
 
@@ -100,6 +116,7 @@ def alone(folder: Path, script: str, scenario: str, *more: str, backend: str = B
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_torch_goes_on_from_its_last_commit_when_a_host_dies(victim: int, tmp_path: Path) -> None:
     job = run(tmp_path, "elastic_torch.py", f"kill-{victim}")
+    assert {each["is_twin"] for each in job.facts if "is_twin" in each} == {True}
     assert len(job.of("killed")) == 1
     assert job.together("begin")["step"] == 0
     left = job.one("begin", size=1)
@@ -116,6 +133,7 @@ def test_ranks_that_do_not_talk_to_the_dead_one_hear_of_it_too(tmp_path: Path) -
     job = run(tmp_path, "elastic_torch.py", "kill-3", slots=2, gloo_timeout_seconds=str(LIMIT_S))
     assert len(job.of("killed")) == 1
     left = job.of("begin", size=2)
+    assert {each["is_twin"] for each in job.facts if "is_twin" in each} == {True}
     assert sorted(each["rank"] for each in left) == [0, 1]
     assert [each["step"] for each in left] == [6, 6], "the last commit, one epoch of four ranks"
     end = job.together("end")
@@ -124,8 +142,48 @@ def test_ranks_that_do_not_talk_to_the_dead_one_hear_of_it_too(tmp_path: Path) -
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_shards_of_a_dead_rank_are_divided_among_two_others(victim: int, tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_torch.py", f"kill-{victim}-of-3")
+    assert len(job.of("killed")) == 1
+    assert job.together("begin", size=3)["step"] == 0
+    assert job.together("begin")["step"] == 6, "the last commit"
+    assert job.together("end")["step"] == 6 + 6 + 12 - 3
+    assert {each["is_twin"] for each in job.facts if "is_twin" in each} == {True}, "the bits of a state without shards"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_an_error_of_horovods_without_a_death_costs_the_steps_since_the_commit(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_torch.py", "error")
+    begun = [[each["step"] for each in job.of("begin", size=2, rank=rank)] for rank in (0, 1)]
+    assert begun == [[0, 6], [0, 6]], "the last commit"
+    assert job.together("end")["counts"] == [2.0] * 48
+    assert {each["is_twin"] for each in job.facts if "is_twin" in each} == {True}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_host_that_is_no_longer_named_leaves_its_shard(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_torch.py", "leave-of-3")
+    assert job.together("begin")["step"] == 7, "nothing is lost"
+    job.together("end")
+    assert {each["is_twin"] for each in job.facts if "is_twin" in each} == {True}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_third_rank_gets_its_shard_from_two_others(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_torch.py", "grow-to-3")
+    assert job.together("begin", size=3)["step"] == 7, "nothing is lost"
+    job.together("end", size=3)
+    assert {each["is_twin"] for each in job.facts if "is_twin" in each} == {True}
+
+
+@pytest.mark.timeout(200)
 def test_torch_takes_a_new_host_in_with_the_same_bits(tmp_path: Path) -> None:
     job = run(tmp_path, "elastic_torch.py", "grow")
+    assert {each["is_twin"] for each in job.facts if "is_twin" in each} == {True}
     assert job.one("begin", size=1)["step"] == 0
     begin = job.together("begin")
     assert (begin["step"], begin["processed"]) == (7, 7 * 2), "nothing is lost"
@@ -243,3 +301,81 @@ def test_seconds_end_an_elastic_run_on_all_ranks_after_the_same_step_and_count_e
     assert begin["spent_s"] >= 6 * 0.05  # of the round before
     assert end["step"] > 7
     assert 20 <= end["seconds"] < 25
+
+
+@functools.cache
+def whole_state(folder: Path) -> dict[str, Any]:
+    """Return how a job of three without shards ends, from which a rank was killed; it does not matter which."""
+    (folder := folder / "whole").mkdir()
+    return run(folder, "elastic_trainer.py", "kill-2-of-3", "torch").together("end")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return whole_state(tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_sharded_job_whose_rank_dies_ends_with_the_bits_of_one_without_shards(
+    victim: int, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    job = run(tmp_path, "elastic_trainer.py", f"kill-{victim}-of-3", "torch", "optimizer")
+    assert len(job.of("killed")) == 1
+    assert job.together("begin")["step"] == 6, "the last commit"
+    end = job.together("end")
+    assert (end["step"], end["digest"]) == (whole["step"], whole["digest"]), "weights and moments"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_job_with_sharded_gradients_continues_with_the_weights_of_one_without(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
+    job = run(tmp_path, "elastic_trainer.py", "kill-1-of-3", "torch", "gradients")
+    assert job.together("begin")["step"] == 6, "the last commit"
+    end = job.together("end")
+    assert end["step"] == whole["step"]
+    for name, weights in whole["weights"].items():  # three ranks add up in another order
+        np.testing.assert_allclose(end["weights"][name], weights, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("shard", ["optimizer", pytest.param("gradients", marks=pytest.mark.long)])
+def test_a_new_rank_of_a_trainer_gets_its_shard_and_nothing_is_lost(shard: str, tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_trainer.py", "grow-to-3", "torch", shard)
+    begin = job.together("begin", size=3)
+    before = job.together("step", step=begin["step"])
+    assert begin["digest"] == before["digest"], "weights and moments"
+    job.together("end", size=3)
+
+
+@pytest.mark.timeout(200)
+def test_a_shard_that_is_lost_with_its_copy_is_an_error_on_every_rank_that_is_left(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_trainer.py", "kill-1+2-of-4", "torch", "optimizer,unsaved", fails=True)
+    assert len(job.of("killed")) == 2
+    said = (
+        r"LostShardError: A part of the optimizer's state is lost: rank 1 \(host [\d.a-z]+\) and the keeper of its copy"
+    )
+    assert len(re.findall(said, job.output)) == 2
+    assert not job.of("end")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_run_whose_shard_is_lost_resumes_from_its_newest_checkpoint(whole: dict[str, Any], tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_trainer.py", "kill-1+2-of-3", "torch", "optimizer")
+    assert len(job.of("killed")) == 2
+    assert "the last commit cannot be restored, and the run resumes from the checkpoint" in job.output
+    assert job.one("begin", size=1)["step"] == 6
+    assert job.one("end")["size"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_errors_of_a_dead_ranks_gradients_are_in_the_last_commit(tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_trainer.py", "kill-1-of-3", "torch", "topk:0.1")
+    before, after = job.together("errors", size=3, step=6), job.together("errors", step=6)
+    np.testing.assert_allclose(after["mean"], before["mean"], rtol=1e-6, atol=1e-9)
+    assert np.abs(before["mean"]).max() > 0
+    job.together("end")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +12,14 @@ import torch
 from hvdtrain.distributed.elastic import ObjectState
 from hvdtrain.torch.elastic.sampler import ElasticSampler
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.ops.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hvdtrain.torch.ops.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from hvdtrain.torch.reduction.shard_commits import ShardCommits
+from hvdtrain.torch.reduction.sharded import Shards
 
 
 class TorchState(ObjectState):
@@ -18,12 +27,18 @@ class TorchState(ObjectState):
 
     Each argument becomes an attribute. What has a state_dict, such as a model, an optimizer (plain or distributed), a
     sampler, a learning-rate scheduler or a GradScaler, is saved by it, and anything else as a Python object.
+
+    If an optimizer's state is in shards, `save`, `commit` and `sync` are collectives: each rank keeps its parts, and a
+    copy of those of a rank on another host. `sync` then raises LostShardError, on every rank, if no rank has a part.
     """
+
+    _must_load = True  # shards of the last commit count: ranks have changed, or this one is new
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         kwargs.update(model=model, optimizer=optimizer)
         handlers = {name: handler for name, value in kwargs.items() if (handler := _handler(value)) is not None}
         self._handlers, self._parts = handlers, handlers.values()
+        self._shards = ShardCommits(lambda: _shards(handlers.values()))
         for name, handler in handlers.items():
             setattr(self, name, handler.value)
         others = {name: value for name, value in kwargs.items() if name not in handlers}
@@ -34,6 +49,41 @@ class TorchState(ObjectState):
         if name in handlers and hasattr(self, name):
             handlers[name].set_value(value)
         super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Save copies of everything in memory."""
+        self._shards.prepare()
+        super().save()
+        self._shards.confirm()
+
+    def restore(self) -> None:
+        """Restore the copies."""
+        super().restore()
+        self._shards.restore()
+
+    def sync(self) -> None:
+        """Take the root's state, and save copies of it."""
+        if any(allgather_object(self._must_load) if self._shards.are_there else ()):
+            self._shards.load()
+        self._must_load = False
+        super().sync()
+        self._shards.prepare()
+        self._shards.confirm()
+
+    def reset(self) -> None:
+        """Prepare for other ranks."""
+        super().reset()
+        self._must_load = True
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks if hosts have changed; see Horovod's."""
+        try:
+            super().check_host_updates()
+        except Exception as interrupt:
+            if self._shards.are_there and type(interrupt).__name__ == "HostsUpdatedInterrupt":
+                self.save()  # ranks that leave have shards
+                interrupt.skip_sync = False  # type: ignore[attr-defined]
+            raise
 
 
 class StateHandler:
@@ -73,7 +123,17 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """Saves an optimizer."""
+    """Saves an optimizer; of one whose state is in shards only the options, because `TorchState` saves the shards."""
+
+    def save(self) -> None:
+        """Keep a copy of the state and options."""
+        with _without_shards(self.value):
+            super().save()
+
+    def restore(self) -> None:
+        """Restore the copy."""
+        with _without_shards(self.value):
+            super().restore()
 
     def sync(self) -> None:
         """Broadcast state and options."""
@@ -108,6 +168,17 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
     """Replace the handler of each class."""
     global _registry
     _registry = registry
+
+
+def _shards(handlers: Iterable[StateHandler]) -> list[Shards]:
+    """Return the sharded states of optimizers."""
+    optimizers = [each.value for each in handlers if isinstance(each, OptimizerStateHandler)]
+    return [each._hvd_shards for each in optimizers if getattr(each, "_hvd_shards", None) is not None]
+
+
+def _without_shards(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    shards: Shards | None = getattr(optimizer, "_hvd_shards", None)
+    return nullcontext() if shards is None else shards.set_aside()
 
 
 def _handler(value: Any) -> StateHandler | None:

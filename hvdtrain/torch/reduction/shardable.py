@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hvdtrain.distributed import launch_environment
-
 # Their update of a number depends on no other number of the weight, nor on other weights.
 ELEMENT_WISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
@@ -17,12 +15,7 @@ ELEMENT_WISE = (
 
 
 def check_class(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless the optimizer's class is known to be element-wise, and the job is not elastic."""
-    if launch_environment.is_elastic():
-        raise ValueError(
-            "A sharded state is not for elastic jobs: the state that a rank holds would be lost with it. Received: "
-            f"shards of {type(optimizer).__name__} in an elastic job. Use no shards, or a job that is not elastic."
-        )
+    """Raise ValueError unless the optimizer's class is known to be element-wise."""
     plain = getattr(type(optimizer), "_hvd_plain_class", type(optimizer))
     if plain not in ELEMENT_WISE:
         names = ", ".join(each.__name__ for each in ELEMENT_WISE)
