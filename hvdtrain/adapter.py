@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hvdtrain.checkpoint import Kind, StoredArray, StoredArrays, kind_of
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import checksums
+from hvdtrain.telemetry.memory import Held
 
 Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 Ranks = Literal["all", "host", "none"]
@@ -410,6 +411,9 @@ class Adapter(Protocol):
 
         Returns the fault of an update that was in flight and is not finite; None if all is well. Equal on all ranks.
         """
+
+    def memory(self) -> Held:
+        """Return what this rank holds between two steps; no collective."""
 
     def state(self) -> State:
         """Return weights, optimizer state and precision scaler. The next step may change the arrays.

@@ -124,6 +124,10 @@ class RunContext(Protocol):
         """The metrics of each epoch so far."""
 
     @property
+    def memory(self) -> Mapping[str, float | None]:
+        """Bytes of this rank in a step at most, by what takes them; see `Trainer.memory`."""
+
+    @property
     def run(self) -> RunId | None:
         """The run's identity; None before the first `fit`."""
 

@@ -97,7 +97,7 @@ class RecordingCallback(Callback):
         """Record the epoch's last interval, then its metrics."""
         self._record_waiting()
         facts = {"time": time.time(), "kind": "epoch", "epoch": epoch, "global_step": trainer.global_step}
-        self.record({**facts, "metrics": logs})
+        self.record({**facts, "metrics": logs, "memory": trainer.memory})
 
     def _record_waiting(self) -> None:
         """Record the newest interval and the learning rates, in the order of their steps."""
@@ -128,10 +128,10 @@ class RunFolder(RecordingCallback):
     "step"` has the "learning_rate" after a step that changed it: of each of the first 127 steps, later of 64 in the
     time in which the number of steps doubles. `"kind": "validation"` has the metrics of a validation set within an
     epoch. `"kind": "epoch"` has the metrics of History, also for a part of an epoch after which steps or seconds ended
-    the run. Epochs count from 0, as in callbacks and in all loggers; on the screen they count from 1. NaN and infinity
-    are null, because JSON has no such numbers. A resumed run appends. Rank 0 writes; if a write fails, it logs a
-    warning and training continues. What looks like a secret is left out, in the options too. Only the owner can read
-    the files, unless HVDTRAIN_SHARE_FILES=1.
+    the run, and rank 0's `Trainer.memory`. Epochs count from 0, as in callbacks and in all loggers; on the screen they
+    count from 1. NaN and infinity are null, because JSON has no such numbers. A resumed run appends. Rank 0 writes; if
+    a write fails, it logs a warning and training continues. What looks like a secret is left out, in the options too.
+    Only the owner can read the files, unless HVDTRAIN_SHARE_FILES=1.
 
     Args:
         folder: the run's folder. None for runs/<name>. HVDTRAIN_RUNS replaces runs; if it is empty, nothing is written.

@@ -11,11 +11,21 @@ from typing import Annotated, Any
 from hvdtrain.cli.shared import COUNT, FILE, NUMBER, Debug, one_of, option, quantity, whole_number
 from hvdtrain.errors import UsageError
 from hvdtrain.system.quantities import format_time, parse_rate, parse_size, parse_time
+from hvdtrain.telemetry.memory import Parts
 from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast, read_measured
 
 Amount = float | None
 _TIME, _SIZE, _RATE = quantity(parse_time, "TIME"), quantity(parse_size, "SIZE"), quantity(parse_rate, "RATE")
 _ALGORITHM = one_of(*(each.value for each in Algorithm))
+_COUNTS = {"k": 1e3, "M": 1e6, "B": 1e9}
+
+
+def _parameters(text: str) -> float:
+    scale = _COUNTS.get(text[-1:])
+    try:
+        return float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        raise ValueError(f"must be a number, such as 350M, 1.3B or 2.5e6. Received: {text}") from None
 
 
 def plan(
@@ -60,6 +70,16 @@ def plan(
     moments: Annotated[
         int, option("What the optimizer keeps for each weight: 0 plain SGD, 1 momentum, 2 Adam.", **whole_number(0))
     ] = 2,
+    memory: Annotated[bool, option("Forecast a rank's memory instead of its speed.", "--memory")] = False,
+    parameters: Annotated[
+        Amount, option("With --memory: of the model, e.g. 1.3B.", **quantity(_parameters, "COUNT"))
+    ] = None,
+    bytes_each: Annotated[int, option("With --memory: bytes of a parameter, 4 in fp32.", **whole_number(1))] = 4,
+    activations: Annotated[
+        Amount, option("With --memory: what a step of --batch-size samples takes besides, e.g. 8GB.", **_SIZE)
+    ] = None,
+    ranks: Annotated[int | None, option("With --memory: number of ranks.", **whole_number(1))] = None,
+    limit: Annotated[Amount, option("With --memory: what a rank may take, e.g. 24GB.", **_SIZE)] = None,
     json: Annotated[bool, option("Print one JSON object.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
@@ -76,9 +96,15 @@ def plan(
     Last come the strategies of synchronization on the largest number of ranks: what a rank sends, and which one is the
     first to reach 90 % of a lone rank's speed.
 
+    With --memory: what a rank holds of weights, gradients, optimizer state (--moments for each parameter), buckets and
+    activations, with each option that shrinks a part and with all, and the first combination that fits --limit.
+    --measured takes what is not given from what bench has measured.
+
     Quantities need a unit: 200ms, 80MB, 64MiB, 25Gb/s (bits), 3.9GB/s (bytes).
 
     Example: hvdtrain plan --step 200ms --gradients 80MB --batch-size 64 --link 25Gb/s
+
+    Example: hvdtrain plan --memory --parameters 1.3B --ranks 8 --activations 8GB --batch-size 32 --limit 24GB
     """
     from hvdtrain.tools.plan.report import Plan, as_json, show
 
@@ -89,6 +115,14 @@ def plan(
 
     try:
         from_file: Mapping[str, float] = {} if measured is None else read_measured(measured)
+        of_memory = {"--parameters": parameters, "--activations": activations, "--ranks": ranks, "--limit": limit}
+        if others := [name for name, value in of_memory.items() if value is not None and not memory]:
+            raise ValueError(f"{', '.join(others)} {'are' if others[1:] else 'is'} for --memory, which is missing")
+        if memory:
+            weights = None if parameters is None else parameters * bytes_each
+            given = known(weights=weights, activations=activations, ranks=ranks, samples=batch_size)
+            _show_memory(from_file if weights is None else {}, given, moments=moments, limit=limit, json=json)
+            return
         of_step = known(
             compute_s=step, gradient_bytes=gradients, samples=batch_size, backward_share=backward_share, spread_s=spread
         )
@@ -128,6 +162,34 @@ def plan(
     from rich.console import Console
 
     show(result, Console(highlight=False, width=None if sys.stdout.isatty() else 100))
+
+
+def _show_memory(
+    measured: Mapping[str, float], given: Mapping[str, float], *, moments: int, limit: Amount, json: bool
+) -> None:
+    """Print what a rank holds; ValueError for what is missing or outside its range."""
+    from hvdtrain.tools.plan.memory import BUFFER_BYTES, MemoryPlan, as_json, show
+
+    options = {"weights": "--parameters", "ranks": "--ranks"}
+    if missing := [option for name, option in options.items() if name not in given]:
+        raise ValueError(f"{', '.join(missing)} missing: give {'them' if missing[1:] else 'it'}, or a --measured file")
+    weights, ranks = given["weights"], int(given["ranks"])
+    gradients = measured.get("gradient_bytes", weights)
+    parts = Parts(
+        weights=weights,
+        gradients=gradients,
+        optimizer=measured.get("optimizer", moments * weights),
+        buckets=measured.get("buckets", min(BUFFER_BYTES, gradients) if ranks > 1 else 0.0),
+        activations=given.get("activations"),
+    )
+    batch_size = int(given["samples"]) if "samples" in given else None
+    plan = MemoryPlan(parts=parts, ranks=ranks, limit=limit, batch_size=batch_size)
+    if json:
+        print(json_format.dumps(as_json(plan), indent=2))
+        return
+    from rich.console import Console
+
+    show(plan, Console(highlight=False, width=None if sys.stdout.isatty() else 100))
 
 
 def rank_counts(largest: int) -> list[int]:

@@ -28,6 +28,7 @@ from hvdtrain.keras.exchange import ALONE, EVERY_STEP
 from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
 from hvdtrain.keras.masks import MaskedSteps
 from hvdtrain.keras.memories import Memories
+from hvdtrain.keras.memory import held_by
 from hvdtrain.keras.metrics import check_sums, reduced, scalars, weigh_losses_by_samples
 from hvdtrain.keras.model_optimizers import all_optimizers, check_optimizers, other_optimizers, replace_optimizers
 from hvdtrain.keras.optimizer import distributed_part
@@ -38,6 +39,7 @@ from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer,
 from hvdtrain.keras.variables import broadcast_model, broadcast_variables
 from hvdtrain.keras.weight_access import WeightAccess
 from hvdtrain.keras.wrapping import adopt_optimizer
+from hvdtrain.telemetry.memory import Held
 
 log = logging.getLogger("hvdtrain")
 
@@ -384,6 +386,10 @@ class KerasAdapter:
             assign(
                 variables, reduced(variables, lambda flat: self._ranks.allreduce(flat, "mean", name="average_buffers"))
             )
+
+    def memory(self) -> Held:
+        """Return the sizes of weights, gradients and optimizer state."""
+        return held_by(self._model, self._memories.changes)
 
     def state(self) -> State:
         """Return weights and optimizer state, as arrays that the next step may change."""

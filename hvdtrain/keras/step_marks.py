@@ -15,8 +15,10 @@ from typing import Any
 
 import keras
 
+from hvdtrain.keras.memory import held_by
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.variables import num_bytes
+from hvdtrain.telemetry.memory import StepMemory
 from hvdtrain.telemetry.step_times import StepTimes
 
 
@@ -54,6 +56,7 @@ class _KerasMarks:
         self._facts, self._recorder = times.facts, times.recorder
         self._batches = 0  # since the last update
         self._samples = 0  # of the step in progress
+        self._times, self._memory = times, StepMemory()
 
     def on_batch(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return `train_step`, with a mark for the batch's arrival where it can be seen there."""
@@ -64,11 +67,16 @@ class _KerasMarks:
 
         @functools.wraps(function)
         def step(*args: Any) -> Any:
+            if not self._memory.has_begun:  # to ask each weight for its size takes time of the step
+                self._memory.begin(held_by(model))
+            self._memory.begin_step()
             in_graph = hasattr(args[-1], "get_next")  # tf.data's own iterator, as fit gives it
             if not in_graph:
                 self._recorder.ended("data")
             result = function(*args[:-1], args[-1] if in_graph else self._timed(args[-1]))
             self._finish(result, in_graph)
+            self._memory.end_step()
+            self._times.memory = lambda: self._memory.parts(held_by(model))
             self._called(model)
             return result
 

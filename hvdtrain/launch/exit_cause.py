@@ -14,6 +14,8 @@ from hvdtrain.distributed.launch_environment import named
 from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.distributed.watchdog.rank_exit import STALLED, is_same
 from hvdtrain.launch.rank_output import OutputLines
+from hvdtrain.system import host_memory
+from hvdtrain.system.quantities import format_size
 
 # What mpirun and horovodrun over Gloo print about the rank that ended first.
 _REPORT = re.compile(
@@ -221,6 +223,20 @@ def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
         if rank is not None:
             return Cause(f"rank {rank} on host {host}", code, rank, how)
     return None
+
+
+def memory_note(run_dir: Path, cause: Cause, *, kills_before: int) -> str:
+    """Return a sentence if the kernel's OOM killer ended a rank of this host; else "".
+
+    `kills_before` is `host_memory.oom_kills` from before the rank was killed. A rank that trains writes what it holds.
+    """
+    if cause.code != 128 + signal.SIGKILL or host_memory.oom_kills() <= kills_before:
+        return ""
+    limit = host_memory.limit()
+    within = f", which is limited to {format_size(limit)}" if limit else ""
+    held = shared_facts.read(run_dir, "memory").get(-1 if cause.rank is None else cause.rank, {}).get("text")
+    what = f"it held {held}" if held else "it had not begun to train: look at how it makes the model and reads data"
+    return f"memory ran out on this host{within}, so the kernel ended {cause.who}; {what}"
 
 
 def latest_step(run_dir: Path, *, rank: int | None) -> int | None:

@@ -20,7 +20,7 @@ from hvdtrain.launch.exit_cause import Listener
 from hvdtrain.launch.rank_output import MarkedLines, split_mark
 from hvdtrain.launch.shortened import Shortened
 from hvdtrain.launch.ssh import SshRoute
-from hvdtrain.system import log_filter, open_mpi, process_tree
+from hvdtrain.system import host_memory, log_filter, open_mpi, process_tree
 from hvdtrain.system.settings import DEBUG
 
 _DRAIN_S = 2.0
@@ -92,6 +92,7 @@ class Job:
         self.run_dir = run_dir
         self.listener = Listener(socket.gethostname(), launch.by_rank)
         self.began = time.monotonic()
+        self.oom_kills = host_memory.oom_kills()  # before it
         self._guard = guard
         self._requested: set[int] = set()  # pids
         self._is_elsewhere = launch.spec.is_elsewhere

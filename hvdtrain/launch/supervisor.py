@@ -189,7 +189,10 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[C
         signals.wait(0.1 if requested_at or failed_at else _POLL_S)
     seconds = time.monotonic() - job.began
     job.end()  # only now is all of its output here
-    return _cause(job, status, launch.spec.launcher), seconds
+    cause = _cause(job, status, launch.spec.launcher)
+    if note := exit_cause.memory_note(job.run_dir, cause, kills_before=job.oom_kills):
+        say(note)
+    return cause, seconds
 
 
 def _cause(job: Job, status: int | None, launcher: str) -> Cause:

@@ -7,6 +7,7 @@ framework's `step_marks` are attached to it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,6 +25,7 @@ from hvdtrain.distributed import world
 from hvdtrain.distributed.recorder import Recorder, Seconds, recorder
 from hvdtrain.distributed.tuning import usable_cores
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.telemetry.memory import Parts
 
 # "0" records until the script ends, "N" ends it after N measured steps. Each rank then prints one line that begins
 # with MARK, and the rest of which is JSON: standard output is the one way back that every launcher has.
@@ -81,6 +83,7 @@ class StepTimes:
         self, times: Recorder = recorder, *, limit: int = 0, on_limit: Callable[[], None] = lambda: None
     ) -> None:
         self.facts: dict[str, Any] = {}  # what the marks found out beside times, such as the gradient's size: JSON
+        self.memory: Callable[[], Parts | None] = lambda: None  # what a step took at most; the marks replace it
         self.steps_taken = 0  # those of the warm-up included
         self.recorder = times
         self._limit, self._on_limit = limit, on_limit
@@ -188,6 +191,8 @@ def rank_report(times: StepTimes) -> RankReport:
         except (ValueError, RuntimeError):  # the script has shut Horovod down: the launcher's variables are left
             rank = int(os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
             size = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+    with contextlib.suppress(Exception):  # what cannot be measured
+        facts |= {"memory": dataclasses.asdict(parts)} if (parts := times.memory()) is not None else {}
     facts["device"] = getattr(world._world, "device", "cpu")
     return RankReport(rank, size, times.steps_taken, times.summary(), facts)
 

@@ -23,12 +23,14 @@ from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.telemetry.memory import Held
 from hvdtrain.torch.ops import engine, lazy, names
 from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.finite import first_non_finite
 from hvdtrain.torch.ops.gpu_clock import GpuClock
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.reduction.loss_weights import Counted
+from hvdtrain.torch.reduction.memory import held_by
 from hvdtrain.torch.reduction.shard_commits import ShardCommits
 from hvdtrain.torch.reduction.weight_access import Changes, Optimizers, WeightAccess
 from hvdtrain.torch.steps import activations, meta_device, training_state
@@ -465,6 +467,12 @@ class TorchAdapter:
 
     def _optimizers(self) -> Optimizers:
         return {name: (update.optimizer, update.scaler) for name, update in self._updates.items()}
+
+    def memory(self) -> Held:
+        """Return the sizes of weights and buffers, gradients, optimizer state and buckets."""
+        tensors = [each for _, each in (*names.parameters(self._model), *names.buffers(self._model))]
+        optimizers = [each.optimizer for each in self._updates.values()]
+        return held_by(tensors, optimizers, [self._changes.compressor])
 
     def state(self) -> State:
         """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""

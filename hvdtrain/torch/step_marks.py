@@ -14,10 +14,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvdtrain.telemetry.memory import Parts, StepMemory
 from hvdtrain.telemetry.step_times import StepTimes
 from hvdtrain.torch.ops import gpu_clock
 from hvdtrain.torch.ops.compression import Compression
 from hvdtrain.torch.ops.names import parameters_of
+from hvdtrain.torch.reduction.memory import held_by
 
 
 def attach(times: StepTimes) -> Callable[[], None]:
@@ -45,6 +47,14 @@ class _StepMarks:
         self._samples = 0  # of the step in progress
         self._stepping = False  # until a torch optimizer has stepped: Keras's steps on torch are others' to mark
         self._in_backward = False
+        self._memory, self._in_step = StepMemory(), False
+        self._tensors: list[torch.Tensor] = []  # of the first module that was called
+        self._optimizers: list[torch.optim.Optimizer] = []
+        times.memory = self._parts
+
+    def _parts(self) -> Parts | None:
+        """Return what a step took at most; None before one."""
+        return self._memory.parts(held_by(self._tensors, self._optimizers)) if self._optimizers else None
 
     def expect_batch(self) -> None:  # the next forward pass is the sign that it is there
         if self._hook is None:
@@ -58,6 +68,12 @@ class _StepMarks:
     def _forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         self._recorder.ended("data")
         self.ignore_batch()
+        if not self._tensors:
+            self._tensors = [*module.parameters(), *module.buffers()]
+            self._memory.begin(held_by(self._tensors, []))
+        if not self._in_step:
+            self._memory.begin_step()
+            self._in_step = True
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim():
             self._batch_samples = len(inputs[0])
 
@@ -82,7 +98,10 @@ class _StepMarks:
         return measured
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping = True
+        self._stepping, self._in_step = True, False
+        self._memory.end_step()
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
         facts = self._facts
         if self._samples:
             facts["samples_per_step"] = max(self._samples, facts.get("samples_per_step", 0))

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from hvdtrain.adapter import framework_of
 from hvdtrain.callbacks.base import CallbackList, RunContext
 from hvdtrain.distributed import agreement, rank_state, streams, watchdog
 from hvdtrain.distributed.data_ranks import DataRanks
@@ -26,6 +27,7 @@ from hvdtrain.training.checkpointing import Snapshot
 from hvdtrain.training.due import Due
 from hvdtrain.training.fit import Fit
 from hvdtrain.training.learning_rate import LearningRate
+from hvdtrain.training.memory import RunMemory
 from hvdtrain.training.nan_policy import NanPolicy
 from hvdtrain.training.pace import Pace
 from hvdtrain.training.progress import Budget, RunProgress, steps_done
@@ -44,6 +46,7 @@ class Loop:
         state: what is saved of the run; it stays when a fit ends.
         decisions: log lines on what the current or last fit has decided.
         saver: saves the run.
+        memory: measures the memory of steps.
         in_epoch: True while steps of an epoch are left; other metrics must not be mixed with the epoch's.
     """
 
@@ -60,6 +63,7 @@ class Loop:
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
         self._due = Due()
         self.saver = Saver(context, sync, self._due, self.snapshot)
+        self.memory = RunMemory(adapter, context.world, framework_of(context.model), config)
         sync.between_exchanges = self._exchange_early
         # Of the current or last fit:
         self._fit: Fit
@@ -103,7 +107,8 @@ class Loop:
                 self.saver.commit()
                 self._run_epochs()
                 self._finish()
-            except BaseException:
+            except BaseException as error:
+                self.memory.explain(error)
                 streams.share(None)
                 self._adapter.abandon()
                 raise
@@ -142,6 +147,7 @@ class Loop:
         self._sync.start()
         state.begin_streams(in_threads=fit.reads_in_threads)
         self._describe(lines)
+        self.memory.begin()
         return list(found.get("callbacks", ()))
 
     def _resume_settings(self, saved: list[dict[str, Any]] | None) -> list[str]:
@@ -189,6 +195,7 @@ class Loop:
                 self.saver.save(each)
             each.wait()
             self._note(each.describe_best())
+        self.memory.report()
         for hook in self._hooks:
             hook.on_training_end(self._context)
         fault = self._sync.finish()  # after the last checkpoint, from which more epochs may be trained
@@ -335,7 +342,7 @@ class Loop:
     def _take_steps(self) -> None:
         """Take the steps that are left of the epoch, until the run ends."""
         steps, progress, hooks, context = self._fit.steps, self.progress, self._hooks, self._context
-        take = steps.step_of(self._adapter)
+        take, memory = steps.step_of(self._adapter), self.memory.steps
         while self._end.why is None:
             group = next(steps.groups, None)
             recorder.ended("data" if group else "outside")
@@ -346,9 +353,11 @@ class Loop:
                 hook.on_step_begin(context, step)
             self._set_learning_rate(step)
             recorder.ended("other")
+            memory.begin_step()
             self._sync.before_step()
             take(group)
             fault = self._sync.after_step(group)
+            memory.end_step()
             recorder.ended("compute")
             stops = self._nan_policy.handle(fault, group, at=f"Step {step + 1} of epoch {progress.epoch + 1}")
             if not stops or (fault is not None and fault.is_late):
@@ -437,5 +446,6 @@ class Loop:
             return
         self._note(self._fit.steps.observe(interval.times))
         self.state.shares = self._fit.steps.shares
+        self.memory.post()
         for hook in self._hooks:
             hook.on_interval(self._context, interval)

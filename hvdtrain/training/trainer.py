@@ -445,6 +445,16 @@ class Trainer:
         return self._loop.decisions
 
     @property
+    def memory(self) -> dict[str, float | None]:
+        """Bytes of this rank in a step at most: weights, gradients, optimizer, buckets, activations; no collective.
+
+        Activations are what forward saves for backward, and whatever else a step takes; None before they are known.
+        Empty if a part cannot be measured.
+        """
+        parts = self._loop.memory.parts()
+        return {} if parts is None else asdict(parts)
+
+    @property
     def history(self) -> History:
         """The metrics of the current or last `fit` so far."""
         return self._loop.state.history

@@ -13,6 +13,7 @@ Every module here has the same functions, on lists of that backend's tensors:
     wait_for_reports()                                   returns when the host has received all reports
     run_if(finite, update, skip)                         update() or skip(), which change variables
     fused_update(optimizer, step, gradient, ...)         updates a variable in one pass; false if it cannot
+    memory_in_use()                                      bytes in use on the GPU now, and at most; None without a GPU
     untraced(function)                                   function, left alone by the backend's compiler
 """
 

@@ -30,6 +30,12 @@ class BatchWeight(HostWeight):
         return io_callback(lambda: np.float32(self.value), jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
 
 
+def memory_in_use() -> tuple[int, int] | None:
+    """Return the bytes that JAX takes on the GPU now, and took at most; None if it computes on the host."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return (stats["bytes_in_use"], stats["peak_bytes_in_use"]) if "peak_bytes_in_use" in stats else None
+
+
 def on_update_step(
     optimizer: Any, function: Callable[..., Any], otherwise: Callable[..., Any], gradients: list[Tensor]
 ) -> Any:

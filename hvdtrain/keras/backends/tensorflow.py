@@ -50,6 +50,14 @@ class BatchWeight(HostWeight):
         ]
 
 
+def memory_in_use() -> tuple[int, int] | None:
+    """Return the bytes that TensorFlow takes on the GPU now, and took at most; None if it computes on the host."""
+    if not tf.config.list_logical_devices("GPU"):
+        return None
+    info = tf.config.experimental.get_memory_info("GPU:0")
+    return info["current"], info["peak"]
+
+
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import torch
+from keras.src.backend.torch.core import get_device
 from packaging.version import Version
 
 from hvdtrain.distributed import tuning, watchdog
@@ -15,6 +16,7 @@ from hvdtrain.keras import basics
 from hvdtrain.keras.backends import HostWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
 from hvdtrain.keras.ops import in_set
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
+from hvdtrain.torch.reduction.memory import in_use
 
 Tensor = torch.Tensor
 
@@ -28,6 +30,12 @@ class BatchWeight(HostWeight):
         if self.value == 1.0:
             return list(gradients)
         return [g * self.value if self.value else torch.zeros_like(g) for g in gradients]
+
+
+def memory_in_use() -> tuple[int, int] | None:
+    """Return the bytes that torch takes on the GPU now, and took at most; None if Keras computes on the host."""
+    device = torch.device(get_device())
+    return in_use([device]) if device.type == "cuda" else None
 
 
 def _refuse_compiler() -> None:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hvdtrain.system.quantities import format_time, three_digits, time_unit
+from hvdtrain.system.quantities import format_size, format_time, three_digits, time_unit
+from hvdtrain.telemetry.memory import WORDS, Parts, Use
 from hvdtrain.telemetry.step_times import MARK, MIN_STEPS, WARMUP_STEPS, RankReport, Spread, StepSummary
 from hvdtrain.tools.bench.launch import BenchError, LaunchOutcome
 from hvdtrain.tools.bench.sweep import Fit, Point, moved_bytes
@@ -57,6 +58,8 @@ class Steps:
         own_s, spread_s = self.slowest.own_s, (summary.own_s.high - summary.own_s.low) / _QUARTILES_TO_SIGMA
         found: dict[str, Any] = {"step_s": own_s, "spread_s": spread_s, "ranks": size}
         found |= {key: facts[key] for key in ("gradient_bytes", "samples_per_step", "framework") if key in facts}
+        # In bytes, as `plan --memory` reads them; activations are None where they are not known.
+        found |= {name: size for name, size in facts.get("memory", {}).items() if size is not None}
         if summary.backward_s is not None and own_s > 0:
             found["backward_share"] = summary.backward_s / own_s
         # On several hosts, the sweep says nothing of a host's own speed.
@@ -146,6 +149,7 @@ def show(result: Result, console: Console) -> None:
     if result.points:
         _show_sweep(result, console)
     _show_steps(result, console)
+    _show_memory(result, console)
     for note in result.notes:
         console.print(escape(note))
     if result.advice:
@@ -201,6 +205,21 @@ def _show_steps(result: Result, console: Console) -> None:
             if exchanges
             else "Ranks exchanged no weights in these steps. Measure more --steps to see what an exchange takes."
         )
+
+
+def _show_memory(result: Result, console: Console) -> None:
+    held = {each.rank: Parts(**each.facts["memory"]) for each in result.steps.ranks if "memory" in each.facts}
+    if not held:
+        return
+    table = _table("memory in a step, at most", "rank", *WORDS.values(), "total")
+    for rank, parts in held.items():
+        sizes = [getattr(parts, name) for name in WORDS]
+        table.add_row(str(rank), *("?" if each is None else format_size(each) for each in (*sizes, parts.total)))
+    console.print(table)
+    largest = max(held.values(), key=lambda parts: parts.total)
+    framework = "torch" if result.steps.slowest.facts.get("framework") == "torch" else "keras"
+    advice = Use(framework, len(result.steps.ranks), {}).advice(largest)
+    console.print(escape(f"{advice}. With --json, hvdtrain plan --memory --measured FILE says what fits a --limit."))
 
 
 def _table(title: str, first: str, *others: str) -> Table:

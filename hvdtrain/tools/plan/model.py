@@ -37,6 +37,8 @@ from typing import Literal
 # intra_bytes_per_s is the bus bandwidth of a large allreduce within a host, overhead_s the time of a tiny one.
 _SAME = ("gradient_bytes", "backward_share", "spread_s", "intra_bytes_per_s", "overhead_s")
 _FIELDS = {"step_s": "compute_s", "samples_per_step": "samples", **dict(zip(_SAME, _SAME, strict=True))}
+# What `plan --memory` reads, in bytes but for ranks: the fields of `telemetry.memory.Parts`, besides gradient_bytes.
+_FIELDS |= {name: name for name in ("ranks", "weights", "optimizer", "buckets", "activations")}
 
 Bounds = Literal["above 0 and finite", "0 or above, and finite", "above 0 and at most 1", "from 0 to 1"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.system.quantities import format_time, three_digits
 from hvdtrain.telemetry.interval import COMPARED_S, PARTS, WORDS, lower_median
+from hvdtrain.telemetry.memory import Parts
 from hvdtrain.tools.report.reading import RECORDED, Floats, Intervals, RecordedRun
 
 # What History has besides metrics.
@@ -56,6 +57,7 @@ class Summary:
     parts_s: dict[str, float]  # the same of "compute", "data", "reduction" and "other"
     slowest: Slowest | None
     exchanges: str = ""  # the strategy by which ranks exchange weights every so many steps; then no number is a median
+    memory: Parts = field(default_factory=Parts)  # of rank 0 in a step, at most
     allreduce_floor_s: float | None = None  # what reducing the gradients takes at least, where a measurement was given
 
 
@@ -91,6 +93,7 @@ def summarize(run: RecordedRun) -> Summary:
         parts_s={part: value for part, value in parts.items() if value is not None},
         slowest=_slowest(times, known, steps=steps),
         exchanges=exchanges,
+        memory=Parts(**run.memory),
     )
 
 
@@ -266,6 +269,8 @@ def sentences(summary: Summary) -> list[str]:
         said.append(_step(summary))
     if summary.slowest is not None and summary.measured_s >= COMPARED_S:
         said.append(_of_slowest(summary.slowest))
+    if summary.memory.total:
+        said.append(f"Memory of rank 0 in a step, at most: {summary.memory}.")
     if summary.allreduce_floor_s is not None:
         floor = format_time(summary.allreduce_floor_s)
         said.append(f"Reducing the gradients takes at least {floor} a step (the allreduce floor).")

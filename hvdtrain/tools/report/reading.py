@@ -18,6 +18,7 @@ from hvdtrain.callbacks.run_folder import CONFIG, ENVIRONMENT, METRICS
 from hvdtrain.errors import UsageError
 from hvdtrain.system import redact
 from hvdtrain.telemetry.interval import PARTS
+from hvdtrain.telemetry.memory import WORDS
 
 RECORDED = ("step", *PARTS)
 Floats = NDArray[np.float64]
@@ -65,6 +66,7 @@ class RecordedRun:
     validations: Series  # also those within epochs
     starts: int  # how often it began, as far as the files show: by steps that were taken again
     seconds: float | None = None  # that its starts took together, None where the files do not say
+    memory: dict[str, float] = field(default_factory=dict)  # bytes of rank 0 in a step, by the fields of Parts
     notes: list[str] = field(default_factory=list)  # what could not be read, in words
 
     @property
@@ -102,6 +104,7 @@ def read_run(folder: Path) -> RecordedRun:
         validations=_together(validated),
         starts=starts,
         seconds=_seconds(counted),
+        memory=_memory(epochs[-1:]),
         notes=notes,
     )
 
@@ -185,6 +188,11 @@ def _seconds(counted: Iterable[tuple[int, dict[str, Any]]]) -> float | None:
         if math.isfinite(at):
             times.setdefault(start, []).append(at)
     return sum(max(each) - min(each) for each in times.values()) or None
+
+
+def _memory(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, Any] = next((line["memory"] for line in lines if isinstance(line.get("memory"), dict)), {})
+    return {name: size for name in WORDS if math.isfinite(size := number(found.get(name)))}
 
 
 def _rank_s(value: Any) -> NDArray[np.float32]:

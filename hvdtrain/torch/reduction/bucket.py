@@ -39,6 +39,7 @@ class Bucket(ReductionUnit):
         self._header = self._flat[:header].numpy() if header else np.zeros(0)
         # The reduced gradients in their own type, in which they may still be multiplied.
         self._result = self._flat if dtype is wire_type else torch.zeros_like(self._flat, dtype=dtype)
+        self.nbytes = self._flat.nbytes + (0 if self._result is self._flat else self._result.nbytes)
         self._views, self._results = (pack.parts(flat[header:], self._shapes) for flat in (self._flat, self._result))
 
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:

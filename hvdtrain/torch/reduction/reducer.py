@@ -186,6 +186,12 @@ class Reducer:
         """True if each rank gets its part of gradients only."""
         return self._scatter is not None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of buckets, and of what a compressor remembers."""
+        memory = getattr(self.options.compression, "memory", None)
+        return sum(getattr(unit, "nbytes", 0) for unit in self._units) + (memory.nbytes if memory else 0)
+
     # Steps
 
     @property

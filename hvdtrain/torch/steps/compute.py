@@ -16,6 +16,7 @@ from hvdtrain.adapter import Loss
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import leaves, rebuild
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.telemetry.memory import is_out_of_memory
 from hvdtrain.torch.steps.loss_check import LossCheck
 from hvdtrain.torch.steps.losses import check_shapes
 
@@ -236,13 +237,6 @@ def without_gradient(loss: torch.Tensor) -> torch.Tensor:
             f"/ max(count, 1). Received: {loss.item()}"
         )
     return loss * 0.0
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory was too small, on a GPU or on the host."""
-    texts = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
-    is_torchs = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_torchs
 
 
 def _no_rows(value: Any) -> Any:

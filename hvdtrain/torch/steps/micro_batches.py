@@ -21,18 +21,14 @@ from hvdtrain.data.trees import unpack
 from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.telemetry.memory import is_out_of_memory
 from hvdtrain.torch.reduction.exchange import RankGaveUp
 from hvdtrain.torch.steps.attempt import Attempt
-from hvdtrain.torch.steps.compute import describe, is_out_of_memory, move
+from hvdtrain.torch.steps.compute import describe, move
 from hvdtrain.torch.steps.loss_check import LossRefusedError
 from hvdtrain.torch.steps.update import Update
 
 log = logging.getLogger("hvdtrain")
-
-_ADVICE = (
-    "hvdtrain: this rank's batch did not fit into memory. Trainer(micro_batch=N) computes a batch N samples at a time, "
-    'and micro_batch="auto" finds N.'
-)
 
 
 class MicroBatches:
@@ -85,10 +81,8 @@ class MicroBatches:
                     raise
                 refusal = str(error)
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if not self.adapts or update.step.is_reducing:  # then other ranks have reduced, and take the step
-                    error.args = (f"{error}\n{_ADVICE}",)
+                # If the rank was reducing, other ranks have reduced, and take the step.
+                if not (is_out_of_memory(error) and self.adapts) or update.step.is_reducing:
                     raise
                 failure = f"{type(error).__name__}: {error}".partition("\n")[0]
             if failure is not None:  # the frames that held the graph are gone with the exception

@@ -153,6 +153,9 @@ def measured(folder: Path, *arguments: str, ranks: int = 2, **environment: str) 
         assert each["step_s"]["low"] <= each["step_s"]["median"] <= each["step_s"]["high"]
         assert each["facts"]["reduced"] is (ranks > 1)
         assert (each["communication_s"] > 0) is (ranks > 1), each
+        memory = each["facts"]["memory"]
+        assert memory["weights"] == memory["gradients"] > 0  # no model here has other weights
+        assert memory["activations"] is None or memory["activations"] >= 0
     assert told["plan_input"]["step_s"] > 0
     return told
 

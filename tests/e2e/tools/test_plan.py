@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 VGG = ["--step", "416ms", "--gradients", "553MB", "--batch-size", "64"]
 LINK = ["--link", "25Gb/s", "--ranks-per-host", "4", "--intra", "10GB/s"]
+MEMORY = ["--memory", "--parameters", "1.3B", "--ranks", "8", "--activations", "8GB", "--batch-size", "32"]
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -45,7 +48,16 @@ def test_bad_input_is_told_in_one_line_and_no_traceback() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_no_framework_is_needed() -> None:
+def test_a_forecast_of_memory_is_a_table_that_fits_a_page() -> None:
+    result = plan(*MEMORY, "--limit", "13GB")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert [line.split()[0] for line in result.stdout.splitlines()[2:4]] == ["none", "micro_batch=1"]
+    assert 'micro_batch=4, shard="optimizer"' in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [[*VGG, *LINK], MEMORY], ids=["speed", "memory"])
+def test_no_framework_is_needed(arguments: list[str]) -> None:
     code = (
         "import sys; sys.argv = ['hvdtrain', 'plan', *sys.argv[1:]]\n"
         "from hvdtrain.cli import program as cli\n"
@@ -53,5 +65,5 @@ def test_no_framework_is_needed() -> None:
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'tensorflow', 'keras', 'jax', 'horovod'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *VGG, *LINK], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -488,6 +488,7 @@ def test_weights_that_are_not_finite_leave_no_nan_in_the_memory(scheme):
     held = memory(trainer)
     assert any(name.startswith("mean.error.sync/") for name in held)
     assert all(np.isfinite(each).all() for each in held.values())
+    assert trainer._adapter.memory().parts.buckets >= sum(each.nbytes for name, each in held.items() if "error" in name)
 
 
 @pytest.fixture

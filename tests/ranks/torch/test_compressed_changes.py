@@ -408,3 +408,11 @@ def test_a_frozen_weight_keeps_what_was_not_sent_of_it(world, assert_same_on_all
     assert np.array_equal(second, third)
     assert not np.array_equal(third, fourth)
     assert_same_on_all_ranks(*net.parameters())
+
+
+@pytest.mark.world_size(2)
+def test_the_trainer_says_what_is_remembered(world):
+    trainer = fit(Wide(), sync=hvdtrain.LocalSGD(2), compression="topk:0.1")
+    errors = sum(each.nbytes for name, each in memory(trainer).items())
+    assert errors >= 4 * 435
+    assert trainer._adapter.memory().parts.buckets >= errors

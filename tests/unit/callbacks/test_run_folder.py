@@ -30,7 +30,8 @@ def lines(folder):
 def test_a_run_keeps_what_it_was_and_how_it_went(make, tmp_path):
     folder = tmp_path / "runs" / "first"
     kept = RunFolder(folder, every_s=0, options={"width": 3})
-    history = make(clip_norm=1.0).fit((X, Y), epochs=2, batch_size=4, callbacks=[kept], progress=False)
+    trainer = make(clip_norm=1.0)
+    history = trainer.fit((X, Y), epochs=2, batch_size=4, callbacks=[kept], progress=False)
     config = json.loads((folder / "config.json").read_text())
     assert (config["clip_norm"], config["epochs"], config["batch_size"], config["options"]) == (1.0, 2, 4, {"width": 3})
     assert config["data"]["number of samples"] == 12
@@ -41,6 +42,7 @@ def test_a_run_keeps_what_it_was_and_how_it_went(make, tmp_path):
     epochs = [line for line in told if line["kind"] == "epoch"]
     assert [line["metrics"]["loss"] for line in epochs] == history["loss"]
     assert [line["global_step"] for line in epochs] == [3, 6]
+    assert {line["memory"]["weights"] for line in epochs} == {4 * sum(p.numel() for p in trainer.model.parameters())}
     first = told[0]
     assert (first["kind"], first["epoch"], first["step"], first["global_step"]) == ("interval", 0, 1, 1)
     assert first["samples_per_s"] > 0

@@ -270,3 +270,27 @@ def test_a_rank_that_only_followed_is_not_called_the_cause(tmp_path) -> None:
     said = exit_cause.said_by_ranks(ENDED_0.decode())
     cause = root_cause(tmp_path, Cause("rank 0 on host here", 1, 0), host="here", said=said, size=4)
     assert str(cause) == "rank 0 on host here ended because another rank had failed or ended first"
+
+
+@pytest.mark.parametrize(
+    ("cause", "kills", "note"),
+    [
+        (Cause("rank 1 on host h", 137, 1), 3, "so the kernel ended rank 1 on host h; it held weights 5 GB"),
+        (Cause("rank 0 on host h", 137, 0), 3, "so the kernel ended rank 0 on host h; it had not begun to train"),
+        (Cause("rank 1 on host h", 137, 1), 2, None),  # somebody has killed it
+        (Cause("rank 1 on host h", 1, 1), 3, None),
+    ],
+    ids=["trained", "began", "killed", "raised"],
+)
+def test_a_rank_that_the_oom_killer_ended_is_said_to_lack_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Cause, kills: int, note: str | None
+) -> None:
+    monkeypatch.setattr(exit_cause.host_memory, "oom_kills", lambda: kills)
+    monkeypatch.setattr(exit_cause.host_memory, "limit", lambda: 8_000_000_000)
+    shared_facts.SharedFacts(tmp_path, 1).post("memory", {"text": "weights 5 GB"})
+    found = exit_cause.memory_note(tmp_path, cause, kills_before=2)
+    if note is None:
+        assert found == ""
+    else:
+        assert found.startswith("memory ran out on this host, which is limited to 8 GB, ")
+        assert note in found

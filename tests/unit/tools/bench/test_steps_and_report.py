@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -172,6 +173,19 @@ def test_the_report_says_how_often_ranks_exchanged_weights(exchanges: int | None
     ranks = [replace(each, summary=replace(each.summary, exchanges=exchanges)) for each in found.steps.ranks]
     text = printed(replace(found, steps=Steps(ranks)))
     assert (line in text) if line else "exchanged" not in text
+
+
+def test_what_a_step_holds_is_a_table_and_what_plan_reads() -> None:
+    memory = {"weights": 5e6, "gradients": 4e6, "optimizer": 9e6, "buckets": 0, "activations": None}
+    ranks = [RankSteps(each.rank, each.summary, {**FACTS, "memory": memory}) for each in two().ranks]
+    found = dataclasses.replace(result(), steps=Steps(ranks))
+    lines = printed(found)
+    (row,) = [line.split() for line in lines.splitlines() if line.split()[-2:] == ["18", "MB"] and " 1 " in line]
+    assert row == ["1", "5", "MB", "4", "MB", "9", "MB", "0", "B", "?", "18", "MB"]
+    assert 'The largest is optimizer state: shard="optimizer" leaves 1/2 of it on each of 2 ranks.' in lines
+    planned = found.steps.plan_input(None)
+    assert (planned["weights"], planned["optimizer"], planned["buckets"]) == (5e6, 9e6, 0)
+    assert "activations" not in planned
 
 
 def test_without_advice_the_report_says_so() -> None:

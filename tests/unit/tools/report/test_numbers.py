@@ -227,3 +227,21 @@ def test_settings_are_flat_and_only_what_differs_is_compared():
     }  # fmt: skip
     b = {"seed": 1, "data": {"kind": "arrays", "n": 5}, "hosts": ["x", "x", "y"], "command": ["t.py", "--x"]}
     assert differences(a, b) == [("seed", "0", "1"), ("only", "none", "")]
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (
+            {"weights": 4e6, "gradients": 4e6, "optimizer": 0, "buckets": 0, "activations": 9e6},
+            ["Memory of rank 0 in a step, at most: activations 9 MB, weights 4 MB, gradients 4 MB."],
+        ),
+        ({"weights": 4e6, "activations": None}, ["Memory of rank 0 in a step, at most: weights 4 MB."]),
+        ({"weights": "much"}, []),
+        (None, []),
+    ],
+)
+def test_the_last_epochs_memory_is_said(made, interval, epoch, memory, said):
+    lines = [interval(1), epoch(1) | {"memory": {"weights": 1.0}}, interval(2), epoch(2, 1) | {"memory": memory}]
+    found = sentences(summarize(read_run(made(lines))))
+    assert [each for each in found if each.startswith("Memory")] == said
