@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def measure(kind: str, model: str, size: int) -> dict[str, float]:
         start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(size)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, timeout=1200)
-    facts = [json.loads(line.partition(_FACTS)[2]) for line in run.stdout.splitlines() if _FACTS in line]
+    facts = [json.loads(found) for found in re.findall(_FACTS + r"(\{.*?\})", run.stdout)]  # two may share a line
     if len(facts) != size:
         raise RuntimeError(f"{kind}, {model}, {size} ranks: {run.stdout[-2000:]}{run.stderr[-2000:]}")
     return {name: max(each[name] for each in facts) for name in ("mib", "ms")}
