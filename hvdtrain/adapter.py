@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hvdtrain.checkpoint import Kind, StoredArray, StoredArrays, kind_of
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import checksums
+from hvdtrain.distributed.shard_commits import ShardCommits
 from hvdtrain.telemetry.memory import Held
 
 Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
@@ -202,6 +203,7 @@ class State:
     pending: frozenset[str] = frozenset()  # arrays of an update that is still to be made
     # Arrays that are not in `arrays`. Names and order are equal on all ranks, which gather them one after the other.
     sharded: dict[str, ShardedArray] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()  # arrays that `load_state` is not given, because `ShardCommits` has them
 
     def kind(self, name: str) -> Kind:
         """Return the shape and type of one of `arrays`, which is not read."""
@@ -299,26 +301,6 @@ class WeightAccess(Protocol):
 
     def from_host(self, array: NDArray[Any], like: Any) -> Any:
         """Return NumPy's array as one of the type of `like`, and on its device."""
-
-
-class ShardCommits(Protocol):
-    """The last commit, in an elastic job, of state of which each rank holds a part; all ranks call it together."""
-
-    def prepare(self) -> None:
-        """Copy this rank's parts, and give a copy to a rank on another host; no rank returns before all have done so.
-
-        Then ranks save what else belongs to the commit, where none can fail alone, and call `confirm`.
-        """
-
-    def confirm(self) -> None:
-        """Drop the earlier commit."""
-
-    def load(self) -> bool:
-        """Divide the parts of the root's last commit among the present ranks; False if it has none.
-
-        Raises:
-            LostShardError: on every rank, if no rank has one of the parts.
-        """
 
 
 class Adapter(Protocol):

@@ -335,14 +335,14 @@ DEFECTS = (
     ),
     Defect(
         "elastic shards: the earlier commit is dropped before all ranks have saved the new one",
-        "hvdtrain/torch/reduction/shard_commits.py",
+        "hvdtrain/distributed/shard_commits.py",
         "        self._commits[layout.number] = commit\n",
         "        self._commits = {layout.number: commit}\n",
         unit("torch/test_shard_commits.py"),
     ),
     Defect(
         "elastic shards: a rank puts the parts of the ranks before into its optimizer",
-        "hvdtrain/torch/reduction/shard_commits.py",
+        "hvdtrain/distributed/shard_commits.py",
         "yield Move(entry, part, sender, receiver, max(first, begin), min(last, end))",
         "yield Move(entry, part, sender, receiver, first, last)",
         unit("torch/test_shard_commits.py"),

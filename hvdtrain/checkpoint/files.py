@@ -53,6 +53,7 @@ class Contents:
     # Arrays of "model" that are left out if they have this `digest`; it is then in meta["hashed"].
     left_out: dict[str, tuple[NDArray[Any], str]] = field(default_factory=dict)
     finite: bool = True  # of one that was read, whether training can resume from its numbers
+    elsewhere: frozenset[str] = frozenset()  # names in `State.arrays` of what ranks keep in parts, in memory
 
 
 class DiskError(CheckpointError):

@@ -15,6 +15,7 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hvdtrain.distributed.shard_commits import ShardCommits
 from hvdtrain.distributed.watchdog.rank_exit import is_caused_by_others
 
 log = logging.getLogger("hvdtrain")
@@ -109,6 +110,58 @@ class ObjectState(State):
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
+
+
+class ShardedObjectState(ObjectState):
+    """An `ObjectState`, in which the state of optimizers may be in shards.
+
+    Then `save`, `commit` and `sync` are collectives: each rank keeps its parts, and a copy of those of a rank on
+    another host. `sync` raises LostShardError, on every rank, if no rank has a part.
+
+    Args:
+        shards: the commits of the shards.
+        kwargs: as of `ObjectState`.
+    """
+
+    _must_load = True  # shards of the last commit count: ranks have changed, or this one is new
+
+    def __init__(self, shards: ShardCommits, **kwargs: Any) -> None:
+        self._shards = shards
+        super().__init__(**kwargs)
+
+    def save(self) -> None:
+        """Save copies of everything in memory."""
+        self._shards.prepare()
+        super().save()
+        self._shards.confirm()
+
+    def restore(self) -> None:
+        """Restore the copies."""
+        super().restore()
+        self._shards.restore()
+
+    def sync(self) -> None:
+        """Take the root's state, and save copies of it."""
+        self._shards.load(wanted=self._must_load)
+        self._must_load = False
+        super().sync()
+        self._shards.prepare()
+        self._shards.confirm()
+
+    def reset(self) -> None:
+        """Prepare for other ranks."""
+        super().reset()
+        self._must_load = True
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks if hosts have changed; see Horovod's."""
+        try:
+            super().check_host_updates()
+        except Exception as interrupt:
+            if self._shards.are_there and type(interrupt).__name__ == "HostsUpdatedInterrupt":
+                self.save()  # ranks that leave have shards
+                interrupt.skip_sync = False  # type: ignore[attr-defined]
+            raise
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:

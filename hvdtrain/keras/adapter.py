@@ -35,6 +35,7 @@ from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.overrides import STEPS, overrides
 from hvdtrain.keras.own_logs import OwnLogs
 from hvdtrain.keras.shards import check as check_sharded
+from hvdtrain.keras.shards.commits import commits_of
 from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
 from hvdtrain.keras.variables import broadcast_model, broadcast_variables
 from hvdtrain.keras.weight_access import WeightAccess
@@ -152,8 +153,6 @@ _USE_TARGETS = ("train_step", "test_step", "compute_loss")
 class KerasAdapter:
     """Steps a compiled keras.Model through its own train_on_batch, test_on_batch and predict_on_batch."""
 
-    shard_commits = None
-
     def __init__(self, model: keras.Model, options: Options, world: World) -> None:
         self._model, self._options, self._world, self._ranks = model, options, world, DataRanks(world)
         self._weighted = self._ranks.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
@@ -187,6 +186,8 @@ class KerasAdapter:
         self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
         self._memories = Memories(model, self._parts, options.compression)
         self._delayed: delayed.Delayed | None = None
+        variables = lambda: [v for each in all_optimizers(model) for v in each.variables]  # noqa: E731
+        self.shard_commits = commits_of(variables) if options.shard is not None else None
         weigh_losses_by_samples(model)
         if self._weighted:
             self._set_batch_weight(1.0)  # before anything is compiled
@@ -480,7 +481,7 @@ class KerasAdapter:
     def _broadcast(self) -> None:
         build_optimizer(self._model)
         self._memories.name_weights()
-        if self._world.size > 1:
+        if self._world.size > 1 or self.shard_commits is not None:  # one rank of an elastic job has shards, too
             self._share_trained()
             broadcast_model(self._model, self._model.optimizer, root_rank=0)
             others = all_optimizers(self._model)[:-1]

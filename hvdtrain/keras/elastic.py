@@ -7,10 +7,12 @@ from typing import Any
 
 import keras
 
-from hvdtrain.distributed.elastic import ObjectState, State, run_fn
+from hvdtrain.distributed.elastic import ObjectState, ShardedObjectState, State, run_fn
 from hvdtrain.keras import basics, ops
 from hvdtrain.keras.callbacks import Logs
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.shards import Slot
+from hvdtrain.keras.shards.commits import commits_of
 from hvdtrain.keras.training_state import assign, build_optimizer, copies
 from hvdtrain.keras.variables import broadcast_model, sync_from_jax
 
@@ -42,8 +44,11 @@ class VariablesPart:
         """Do nothing: values do not depend on the ranks there are."""
 
 
-class KerasState(ObjectState):
+class KerasState(ShardedObjectState):
     """A model, its optimizer and further values, which an elastic run saves, restores and synchronizes.
+
+    If the optimizer's state is in shards, `save`, `commit` and `sync` are collectives: each rank keeps its parts, and a
+    copy of those of a rank on another host. `sync` then raises LostShardError, on every rank, if no rank has a part.
 
     Args:
         model: built keras.Model; one that is not is a ValueError.
@@ -59,7 +64,12 @@ class KerasState(ObjectState):
         build_optimizer(model, self.optimizer)
         sync_from_jax(model)
         self._parts = [VariablesPart(self._variables, self._share)]
-        super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)
+        super().__init__(
+            commits_of(lambda: self._of_optimizer),
+            bcast_object=ops.broadcast_object,
+            get_rank=basics.rank,
+            **attributes,
+        )
 
     def _share(self) -> None:
         """Give every rank rank 0's values, and compile steps again for the ranks there are now."""
@@ -75,8 +85,18 @@ class KerasState(ObjectState):
         sync_from_jax(self.model)
         super().save()
 
+    def sync(self) -> None:
+        """Take rank 0's state, and save copies of it."""
+        sync_from_jax(self.model)
+        super().sync()
+
+    @property
+    def _of_optimizer(self) -> list[Any]:
+        return [] if self.optimizer is None else list(self.optimizer.variables)
+
     def _variables(self) -> list[Any]:
-        return [*self.model.weights, *(self.optimizer.variables if self.optimizer is not None else [])]
+        """Return all variables but the parts of a sharded state."""
+        return [*self.model.weights, *(v for v in self._of_optimizer if not isinstance(v, Slot))]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

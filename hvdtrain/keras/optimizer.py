@@ -186,7 +186,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
     def _hvd_shards(self) -> Shards | None:
         """The shards of the slot variables; None if each rank holds all of them."""
         state, how = self._hvd_state, self._hvd_how
-        if state.shards is None and how.shard_state and how.size() > 1:
+        if state.shards is None and how.shard_state and (how.size() > 1 or how.active()):
             state.shards = Shards(how, self._iterations)
         return state.shards
 

@@ -93,10 +93,15 @@ def restore(state: State, model: keras.Model) -> Restored:
     _check({name: v for name, v in _variables(model).items() if _is_weight(name)}, saved.only(_is_weight))
     restored = Restored(trained.set_flags(model, state.meta.get(_TRAINABLE, before)))
     try:
-        fits = _variables(model).keys() == saved.keys() and trained.optimizer_fits(model)
+        fits = _variables(model).keys() == {*saved, *state.elsewhere} and trained.optimizer_fits(model)
+        if not fits and state.elsewhere:
+            raise ValueError(
+                "The optimizer's state is in shards, and is of other weights in the last commit. Freeze and unfreeze "
+                "layers before fit, or use no shards in an elastic job"
+            )
         if not fits and _TRAINABLE in state.meta:
             saved, restored.is_built_again = _build_again(model, saved, changed=bool(restored.changed))
-        _check(_variables(model), saved)
+        _check({name: v for name, v in _variables(model).items() if name not in state.elsewhere}, saved)
     except ValueError:
         trained.set_flags(model, before)
         raise

@@ -45,10 +45,12 @@ def broadcast_variables(
     size = world.current().size
     if not 0 <= root_rank < size:
         raise ValueError(f"root_rank must be a rank in [0, {size}). Received: root_rank={root_rank}")
+    sharded = shards_of(variables)
     if basics.members(process_set) <= 1 or not variables:
+        for shards in sharded:  # one rank of an elastic job
+            shards.spread(root_rank)
         return
     ops.refuse_graph("keras.broadcast_variables")
-    sharded = shards_of(variables)
     variables = [v for v in variables if not isinstance(v, Slot)]
     agree(variables, what="variables to broadcast", process_set=process_set)
     for bucket in small_together([num_bytes(v) for v in variables], limit=CHUNK_BYTES, room=CHUNK_BYTES):

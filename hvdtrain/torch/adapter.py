@@ -31,7 +31,7 @@ from hvdtrain.torch.ops.gpu_clock import GpuClock
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.reduction.memory import held_by
-from hvdtrain.torch.reduction.shard_commits import ShardCommits
+from hvdtrain.torch.reduction.shard_commits import commits_of
 from hvdtrain.torch.reduction.weight_access import Changes, Optimizers, WeightAccess
 from hvdtrain.torch.steps import activations, meta_device, training_state
 from hvdtrain.torch.steps.arguments import check, check_collectives
@@ -128,7 +128,7 @@ class TorchAdapter:
         self._is_built, self._is_checked = lazy.first(model) is None, False
         self._micro_batches = MicroBatches(options.micro_batch, model, world)
         shards = [each for update in self._updates.values() for each in update.exchanges.shards]
-        self.shard_commits = ShardCommits(lambda: shards) if shards else None
+        self.shard_commits = commits_of(lambda: shards) if shards else None
         undoes = options.nan_policy in ("skip", "stop") or options.micro_batch == "auto"
         self._attempt = Attempt(model, self._totals) if undoes else None
         self._open_steps: OpenSteps | None = None

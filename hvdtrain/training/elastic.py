@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.checkpoint import Contents
@@ -32,7 +33,9 @@ class FitState(elastic.State):
         """Replace the last commit by a copy of the current state; a collective call."""
         shards = self._sync.adapter.shard_commits
         everyones = rank_state.gather(snapshot.arrays, world=self._world, everywhere=True)
-        contents = packing.pack(self._sync.state(), everyones, snapshot.meta, world=self._world, copy=True)
+        state = self._sync.state()
+        contents = packing.pack(state, everyones, snapshot.meta, world=self._world, copy=True)
+        contents = replace(contents, elsewhere=frozenset(state.sharded))
         if shards is not None:
             shards.prepare()
         self._saved = contents
@@ -50,7 +53,7 @@ class FitState(elastic.State):
             # A copy of the meta data, because restoring removes parts of it.
             if self._saved is None:
                 return None
-            return Path("in memory"), Contents(self._saved.arrays, dict(self._saved.meta))
+            return Path("in memory"), replace(self._saved, meta=dict(self._saved.meta))
 
         found = checkpointing.restore(find, self._sync, lr_factor=lr_factor, world=self._world)
         shards = self._sync.adapter.shard_commits

@@ -30,7 +30,7 @@ def unpack(contents: Contents) -> State:
     for file in _FILES:
         group = host_arrays(contents.arrays.get(file, {}))
         arrays |= group.renamed({f"{file}.{key}": key for key in group})
-    return State(arrays, contents.meta["adapter"])
+    return State(arrays, contents.meta["adapter"], elsewhere=contents.elsewhere)
 
 
 def pack(

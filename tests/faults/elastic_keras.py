@@ -1,8 +1,9 @@
-"""An elastic drop-in script on Keras: KerasState and its callbacks around `fit`."""
+"""An elastic drop-in script on Keras: KerasState and its callbacks around `fit`; with a third argument, in shards."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from elastic_job import changes_hosts, dies, say
 
 import hvdtrain.keras as hvd
+from hvdtrain.keras.shards import Slot
 
 BATCH, STEPS, EPOCHS, COMMIT_EVERY = 4, 10, 2, 3
 FAULT_STEP = 8  # two after a commit
@@ -18,16 +20,20 @@ FAULT_STEP = 8  # two after a commit
 hvd.init()
 keras.utils.set_random_seed(5 + hvd.rank())  # ranks begin with other weights, and must end with equal ones
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
-model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+in_shards = len(sys.argv) > 3
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=in_shards), loss="mse")
 state = hvd.elastic.KerasState(model, epoch=0, batch=0, steps=0, taken=[])
 x = np.random.default_rng(0).random((STEPS * BATCH, 4), np.float32)
 y = x.sum(1, keepdims=True)
 
 
 def place() -> dict[str, Any]:
+    """Return where this rank is, and a hash of weights and of the optimizer's whole state; a collective."""
     found = hashlib.sha256()
+    model.optimizer.consolidate_state_dict(to=None)
     for variable in [*model.weights, *model.optimizer.variables]:
-        found.update(np.asarray(keras.ops.convert_to_numpy(variable)).tobytes())
+        whole = variable.numpy() if isinstance(variable, Slot) else keras.ops.convert_to_numpy(variable)
+        found.update(np.asarray(whole).tobytes())
     iterations = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
     return {
         "rank": hvd.rank(), "size": hvd.size(), "step": state.steps, "updates": iterations, "digest": found.hexdigest(),
@@ -65,4 +71,4 @@ def train(state: Any) -> None:
 
 
 train(state)
-say("end", **place(), taken=state.taken)
+say("end", **place(), taken=state.taken, weights=[w.ravel().tolist() for w in model.get_weights()])

@@ -56,7 +56,7 @@ def make() -> hvdtrain.Trainer:
     layers = keras.layers
     net = keras.Sequential([keras.Input((6,)), layers.Dense(16, activation="tanh"), layers.Dense(2)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return hvdtrain.Trainer(net, optimizer=keras.optimizers.Adam(0.01), loss=loss, metrics=["accuracy"])
+    return hvdtrain.Trainer(net, optimizer=keras.optimizers.Adam(0.01), loss=loss, metrics=["accuracy"], **HOW)
 
 
 def place(trainer: hvdtrain.Trainer) -> dict[str, Any]:

@@ -213,6 +213,28 @@ def test_keras_goes_on_from_its_last_commit_when_a_host_dies(backend: str, victi
     assert end["taken"] == list(range(1, 21))
 
 
+BACKENDS = ["torch", *(pytest.param(each, marks=pytest.mark.long) for each in ("tensorflow", "jax"))]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scenario", ["kill-0-of-3", pytest.param("grow-to-3", marks=pytest.mark.long)])
+def test_keras_in_shards_ends_as_without_them_when_ranks_change(backend: str, scenario: str, tmp_path: Path) -> None:
+    ends = []
+    for shards in ([], ["shards"]):
+        (folder := tmp_path / str(len(shards))).mkdir()
+        job = run(folder, "elastic_keras.py", scenario, *shards, backend=backend)
+        size, step = (3, 8) if scenario == "grow-to-3" else (2, 6)
+        begin = job.together("begin", size=size)
+        assert (begin["step"], begin["updates"]) == (step, step), "the last commit"
+        ends.append(job.together("end", size=size))
+    assert ends[1]["taken"] == ends[0]["taken"] == list(range(1, 21))
+    if backend == "torch":
+        assert ends[1]["digest"] == ends[0]["digest"], "weights and moments"
+    for ours, right in zip(ends[1]["weights"], ends[0]["weights"], strict=True):
+        np.testing.assert_allclose(ours, right, atol=1e-6)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(200)
 def test_keras_takes_a_new_host_in_with_the_same_bits(tmp_path: Path) -> None:
@@ -304,10 +326,10 @@ def test_seconds_end_an_elastic_run_on_all_ranks_after_the_same_step_and_count_e
 
 
 @functools.cache
-def whole_state(folder: Path) -> dict[str, Any]:
+def whole_state(folder: Path, framework: str = "torch", backend: str = BACKEND) -> dict[str, Any]:
     """Return how a job of three without shards ends, from which a rank was killed; it does not matter which."""
-    (folder := folder / "whole").mkdir()
-    return run(folder, "elastic_trainer.py", "kill-2-of-3", "torch").together("end")
+    (folder := folder / f"whole-{framework}-{backend}").mkdir()
+    return run(folder, "elastic_trainer.py", "kill-2-of-3", framework, backend=backend).together("end")
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +347,22 @@ def test_a_sharded_job_whose_rank_dies_ends_with_the_bits_of_one_without_shards(
     assert job.together("begin")["step"] == 6, "the last commit"
     end = job.together("end")
     assert (end["step"], end["digest"]) == (whole["step"], whole["digest"]), "weights and moments"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sharded_keras_job_whose_rank_dies_ends_as_one_without_shards(backend: str, tmp_path: Path) -> None:
+    right = whole_state(tmp_path, "keras", backend)
+    (folder := tmp_path / "shards").mkdir()
+    job = run(folder, "elastic_trainer.py", "kill-0-of-3", "keras", "optimizer", backend=backend)
+    assert len(job.of("killed")) == 1
+    assert job.together("begin")["step"] == 6, "the last commit"
+    end = job.together("end")
+    assert end["step"] == right["step"]
+    if backend == "torch":
+        assert end["digest"] == right["digest"], "weights and moments"
+    for name, weights in right["weights"].items():
+        np.testing.assert_allclose(end["weights"][name], weights, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.long

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.distributed import agreement, launch_environment
+from hvdtrain.distributed import agreement
 from hvdtrain.distributed.division import Division
+from hvdtrain.distributed.launch_environment import count_ranks
+from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras import basics, ops
 from hvdtrain.keras.reduction import GradientReduction
 
@@ -35,6 +37,12 @@ _ELEMENT_WISE = (
     _OPTIMIZERS.Adagrad, _OPTIMIZERS.RMSprop, _OPTIMIZERS.Ftrl, _OPTIMIZERS.Lion,
 )  # fmt: skip
 
+_STALE = (
+    "The optimizer's state is in shards, and this rank holds a part of earlier ranks: an elastic job has others now. "
+    "Give the model to hvd.elastic.KerasState, whose sync() divides the last commit among ranks. Received: {ranks}, on "
+    "rank {rank}."
+)
+
 BUCKET_BYTES = 2**23  # of weights that are gathered together
 _PIECE_BYTES = 2**21  # of a value that is divided
 
@@ -46,10 +54,18 @@ class Slot(keras.Variable):
 
     Attributes:
         whole_shape: the shape of the weight.
+        initial: returns initial values.
     """
 
     shards: Shards
     whole_shape: tuple[int, ...]
+    initial: Any
+
+    def renew(self) -> None:
+        """Become this rank's part of the present ranks, with initial values."""
+        begin, end = self.shards.bounds(math.prod(self.whole_shape))
+        self._shape = (end - begin,)
+        self._initialize(self.initial(self._shape, dtype=self.dtype))
 
     def assign(self, value: Any) -> Any:
         """Assign a value of this rank's part, or of the whole slot."""
@@ -71,6 +87,8 @@ class Shards:
         rank: this process's, in the process set.
         process_set: the ranks; None means all.
         held: what a backend's `step` keeps from step to step, by variable.
+        is_stale: True if this rank's parts were those of an elastic job's earlier ranks.
+        slots: the variables that are divided.
 
     Args:
         how: the optimizer's reduction.
@@ -80,8 +98,8 @@ class Shards:
     def __init__(self, how: GradientReduction, iterations: Any) -> None:
         self.division, self.rank, self.process_set = Division(how.size()), how.rank(), how.process_set
         self.held: dict[Any, Any] = {}
-        self._slots: list[Slot] = []
-        self._iterations = iterations
+        self.is_stale, self.slots = False, list[Slot]()
+        self._how, self._iterations = how, iterations
         self._loaded, self._gathered = _Whole(), _Whole()
 
     def bounds(self, numel: int) -> tuple[int, int]:
@@ -94,8 +112,36 @@ class Shards:
         dtype = keras.backend.standardize_dtype(weight.dtype)
         slot = Slot(initializer=initializer, shape=(end - begin,), dtype=dtype, trainable=False, name=name)
         slot.shards, slot.whole_shape = self, tuple(int(n) for n in weight.shape)
-        self._slots.append(slot)
+        slot.initial = keras.initializers.get(initializer)
+        self.slots.append(slot)
         return slot
+
+    def follow_ranks(self) -> None:
+        """Divide by the present ranks from now on: an elastic job may have other ones than before.
+
+        The state then has initial values, until another one is loaded or `put`. Compile steps again.
+        """
+        ranks = self._how.size(), self._how.rank()
+        if ranks == (self.division.size, self.rank):
+            return
+        self.division, self.rank = Division(ranks[0]), ranks[1]
+        self.is_stale |= number(self._iterations) > 0
+        self.held.clear()
+        self._loaded, self._gathered = _Whole(), _Whole()
+        for slot in self.slots:
+            slot.renew()
+
+    def check_ranks(self) -> None:
+        """Raise HvdTrainError if parts were those of an elastic job's earlier ranks."""
+        if self.is_stale or (self._how.size(), self._how.rank()) != (self.division.size, self.rank):
+            raise HvdTrainError(_STALE.format(rank=basics.rank(), ranks=count_ranks(self._how.size())))
+
+    def put(self, parts: Mapping[int, NDArray[np.uint8]]) -> None:
+        """Replace this rank's parts of slots, by their place, by copies of these bytes."""
+        self._loaded, self._gathered, self.is_stale = _Whole(), _Whole(), False
+        for place, part in parts.items():
+            slot = self.slots[place]
+            keras.Variable.assign(slot, part.view(np.dtype(slot.dtype)))
 
     def step(
         self, optimizer: Any, update: Callable[[list[Any], list[Any]], None], gradients: list[Any], variables: list[Any]
@@ -108,6 +154,7 @@ class Shards:
             gradients: whole ones, equal on all ranks.
             variables: the weights.
         """
+        self.check_ranks()
         backend = importlib.import_module(f"hvdtrain.keras.shards.{keras.backend.backend()}")
         backend.step(self, optimizer, update, gradients, variables)
 
@@ -134,15 +181,16 @@ class Shards:
         Raises:
             CheckpointError: on the root, if it cannot read what it has loaded; an OtherRankError on the other ranks.
         """
+        self.follow_ranks()
         loaded, self._loaded, self._gathered = self._loaded, _Whole(), _Whole()
         values = loaded.values(number(self._iterations))
         is_root = basics.rank() == root_rank
-        mine = [index for index, slot in enumerate(self._slots) if id(slot) in values] if is_root else None
+        mine = [index for index, slot in enumerate(self.slots) if id(slot) in values] if is_root else None
         common: dict[str, Any] = {"name": "hvdtrain.shards.spread", "process_set": self.process_set}
         error: Exception | None = None
         indices = ops.broadcast_object(mine, root_rank, **common)
         for index in indices:
-            slot, whole = self._slots[index], None
+            slot, whole = self.slots[index], None
             if is_root and error is None:
                 try:
                     value = values[id(slot)]
@@ -151,6 +199,7 @@ class Shards:
                     error = caught
             keras.Variable.assign(slot, self._part_of(slot, whole, root_rank, common))
         if indices:
+            self.is_stale = False
             agreement.raise_on_all(
                 error, root_rank=root_rank, broadcast=lambda text: ops.broadcast_object(text, root_rank, **common)
             )
@@ -195,7 +244,7 @@ class Shards:
     def gather(self, to: int | None) -> None:
         """Gather all slots, which `Slot.numpy` returns until the next step; a collective. See `whole`."""
         found = _Whole()
-        for slot in self._slots:
+        for slot in self.slots:
             value = self.whole(slot, to)
             if value is not None:
                 found.put(slot, value, number(self._iterations))
@@ -252,11 +301,6 @@ def check(optimizer: Any) -> None:
         raise ValueError(
             "With a sharded state, no rank has whole moving averages, by which Keras replaces the weights. Received: "
             f"{kind.__name__}(use_ema=True). Use hvdtrain.callbacks.EMA, or no shards."
-        )
-    if launch_environment.is_elastic():
-        raise ValueError(
-            "A sharded state is not for elastic jobs: the state that a rank holds would be lost with it. Received: "
-            f"shards of {kind.__name__} in an elastic job. Use no shards, or a job that is not elastic."
         )
 
 

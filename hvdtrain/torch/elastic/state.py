@@ -9,20 +9,19 @@ from typing import Any
 
 import torch
 
-from hvdtrain.distributed.elastic import ObjectState
+from hvdtrain.distributed.elastic import ShardedObjectState
 from hvdtrain.torch.elastic.sampler import ElasticSampler
 from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.functions import (
-    allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hvdtrain.torch.reduction.shard_commits import ShardCommits
+from hvdtrain.torch.reduction.shard_commits import commits_of
 from hvdtrain.torch.reduction.sharded import Shards
 
 
-class TorchState(ObjectState):
+class TorchState(ShardedObjectState):
     """The state of a training run, to be committed, restored and synchronized.
 
     Each argument becomes an attribute. What has a state_dict, such as a model, an optimizer (plain or distributed), a
@@ -32,58 +31,23 @@ class TorchState(ObjectState):
     copy of those of a rank on another host. `sync` then raises LostShardError, on every rank, if no rank has a part.
     """
 
-    _must_load = True  # shards of the last commit count: ranks have changed, or this one is new
-
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         kwargs.update(model=model, optimizer=optimizer)
         handlers = {name: handler for name, value in kwargs.items() if (handler := _handler(value)) is not None}
         self._handlers, self._parts = handlers, handlers.values()
-        self._shards = ShardCommits(lambda: _shards(handlers.values()))
         for name, handler in handlers.items():
             setattr(self, name, handler.value)
         others = {name: value for name, value in kwargs.items() if name not in handlers}
-        super().__init__(bcast_object=broadcast_object, get_rank=lambda: int(engine.native().rank()), **others)
+        super().__init__(
+            commits_of(lambda: _shards(handlers.values())),
+            bcast_object=broadcast_object, get_rank=lambda: int(engine.native().rank()), **others,
+        )  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:
         handlers = self.__dict__.get("_handlers", {})
         if name in handlers and hasattr(self, name):
             handlers[name].set_value(value)
         super().__setattr__(name, value)
-
-    def save(self) -> None:
-        """Save copies of everything in memory."""
-        self._shards.prepare()
-        super().save()
-        self._shards.confirm()
-
-    def restore(self) -> None:
-        """Restore the copies."""
-        super().restore()
-        self._shards.restore()
-
-    def sync(self) -> None:
-        """Take the root's state, and save copies of it."""
-        if any(allgather_object(self._must_load) if self._shards.are_there else ()):
-            self._shards.load()
-        self._must_load = False
-        super().sync()
-        self._shards.prepare()
-        self._shards.confirm()
-
-    def reset(self) -> None:
-        """Prepare for other ranks."""
-        super().reset()
-        self._must_load = True
-
-    def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if hosts have changed; see Horovod's."""
-        try:
-            super().check_host_updates()
-        except Exception as interrupt:
-            if self._shards.are_there and type(interrupt).__name__ == "HostsUpdatedInterrupt":
-                self.save()  # ranks that leave have shards
-                interrupt.skip_sync = False  # type: ignore[attr-defined]
-            raise
 
 
 class StateHandler:

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvdtrain.distributed import keepers
-from hvdtrain.errors import LostShardError
+from hvdtrain.distributed import keepers, shard_commits
+from hvdtrain.errors import HvdTrainError, LostShardError
 from hvdtrain.torch.ops import engine
-from hvdtrain.torch.reduction import shard_commits
+from hvdtrain.torch.reduction import shard_commits as on_torch
 from hvdtrain.torch.reduction.division import Division, flat
-from hvdtrain.torch.reduction.shard_commits import ShardCommits
 from hvdtrain.torch.reduction.sharded import Shards
 
 SHAPES = [(300, 7), (5,), (), (64, 64)]
@@ -43,12 +42,12 @@ class Rank:
 
     process_set_id, ranks = 0, None  # as Horovod's set of all ranks
 
-    def __init__(self, host):
+    def __init__(self, host, shapes=SHAPES):
         self.host = host
-        weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         HERE.rank, HERE.size = 0, 1
         self.shards = Shards(torch.optim.Adam(weights), self)
-        self.commits = ShardCommits(lambda: [self.shards])
+        self.commits = on_torch.commits_of(lambda: [self.shards])
 
     def size(self):
         return HERE.size
@@ -78,11 +77,11 @@ def _collectives(monkeypatch):
         rows = [each.split(lengths)[HERE.rank] for each, lengths in everyones]
         return SimpleNamespace(wait=lambda: (torch.cat(rows), [len(row) for row in rows]))
 
-    monkeypatch.setattr(shard_commits, "alltoall_async", alltoall)
-    monkeypatch.setattr(shard_commits, "allgather_object", lambda mine, name: HERE.meeting.exchange(HERE.rank, mine))
-    monkeypatch.setattr(shard_commits, "barrier", lambda: HERE.meeting.exchange(HERE.rank, None))
-    monkeypatch.setattr(shard_commits.keepers, "this_host", lambda: ("machine", HERE.host))
-    monkeypatch.setattr(shard_commits.engine, "native", lambda: SimpleNamespace(
+    monkeypatch.setattr(on_torch, "alltoall_async", alltoall)
+    monkeypatch.setattr(on_torch, "allgather_object", lambda mine, name: HERE.meeting.exchange(HERE.rank, mine))
+    monkeypatch.setattr(on_torch, "barrier", lambda: HERE.meeting.exchange(HERE.rank, None))
+    monkeypatch.setattr(keepers, "this_host", lambda: ("machine", HERE.host))
+    monkeypatch.setattr(on_torch.engine, "native", lambda: SimpleNamespace(
         rank=lambda: HERE.rank, size=lambda: HERE.size, global_process_set=None
     ))  # fmt: skip
 
@@ -211,6 +210,20 @@ def test_after_a_failure_within_a_commit_the_roots_commit_counts(committed):
     together(left, commit)
     assert all(renew(left[1:]))
     assert_holds(left[1:], 2 if committed[0] else 1)
+
+
+def test_a_rank_with_another_model_is_named_on_every_rank():
+    ranks = begin("ab")
+    together(ranks, commit)
+
+    def load(rank):
+        with pytest.raises(
+            HvdTrainError, match=r"Received: \[\[2100, 5, 1, 4096\]\] on rank 0 and \[\[5\]\] on rank 2"
+        ):
+            rank.commits.load()
+
+    engine.generation += 1
+    together([*ranks, Rank("c", [(5,)])], load)
 
 
 def test_a_rank_that_ends_before_the_first_commit_leaves_no_state_that_could_be_taken_for_the_whole():
