@@ -8,6 +8,7 @@ from typing import Any
 from hvdtrain.distributed.elastic import ObjectState, State
 from hvdtrain.keras import basics, ops
 from hvdtrain.keras.elastic import KerasState, VariablesPart, run
+from hvdtrain.keras.shards import shards_of
 from hvdtrain.tensorflow.ops import refuse_session
 from hvdtrain.tensorflow.variables import broadcast_variables
 
@@ -44,5 +45,10 @@ class TensorFlowState(ObjectState):
         if variables is None:
             raise ValueError("TensorFlow 2 has no global variables. Pass those to save: TensorFlowState(variables=...)")
         self.variables = list(variables)
+        if shards_of(self.variables):
+            raise ValueError(
+                "TensorFlowState gives all ranks the same values, and of a state in shards each rank holds a part. "
+                "Received: variables of such an optimizer. Use TensorFlowKerasState(model, optimizer)."
+            )
         self._parts = [VariablesPart(lambda: self.variables, lambda: broadcast_variables(self.variables, root_rank=0))]
         super().__init__(bcast_object=ops.broadcast_object, get_rank=basics.rank, **attributes)

@@ -242,6 +242,30 @@ class Own(OPTIMIZERS.Adam):
     pass
 
 
+@everywhere
+@pytest.mark.three_ranks
+def test_a_state_that_is_restored_has_this_ranks_parts_of_the_commit():
+    net = model()
+    net.compile(hvd.DistributedOptimizer(adam(), shard_state=True), loss="mse")
+    state = hvd.elastic.KerasState(net, batch=0)
+    x, y = data()
+
+    def held():
+        hvd.elastic.KerasState(net)  # on JAX, while fit runs, values are elsewhere
+        return [np.array(keras.ops.convert_to_numpy(v)) for v in [*net.weights, *net.optimizer.variables]]
+
+    state.sync()
+    net.fit(x, y, batch_size=11, verbose=0)
+    state.commit()
+    committed = held()
+    net.fit(x, y, batch_size=11, verbose=0)
+    assert any((mine != before).any() for mine, before in zip(held(), committed, strict=True))
+    state.restore()
+    assert_equal(held(), committed, 0.0)
+    net.fit(x, y, batch_size=11, verbose=0)
+    assert len(slots(state)) == 2 * 4, "two moments of each weight that is trained"
+
+
 def test_what_does_not_update_each_number_alone_is_refused_by_name():
     kinds = [Own(), OPTIMIZERS.Adafactor(), OPTIMIZERS.Lamb(), OPTIMIZERS.Muon()]
     for optimizer in kinds:

@@ -60,6 +60,15 @@ def test_what_is_tensorflow_1s_is_refused():
         hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.Input((1,))]), backend=3)
 
 
+def test_a_sharded_state_is_refused_without_its_optimizer():
+    from hvdtrain.keras import DistributedOptimizer
+
+    optimizer = DistributedOptimizer(keras.optimizers.Adam(), shard_state=True)
+    optimizer.build([keras.Variable(np.zeros(3))])
+    with pytest.raises(ValueError, match="Use TensorFlowKerasState"):
+        hvd.elastic.TensorFlowState(optimizer.variables)
+
+
 def test_every_public_name_of_horovod_is_here_with_its_order_of_arguments():
     import horovod.tensorflow as native
 
