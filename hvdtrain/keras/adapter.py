@@ -186,8 +186,7 @@ class KerasAdapter:
         self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
         self._memories = Memories(model, self._parts, options.compression)
         self._delayed: delayed.Delayed | None = None
-        variables = lambda: [v for each in all_optimizers(model) for v in each.variables]  # noqa: E731
-        self.shard_commits = commits_of(variables) if options.shard is not None else None
+        self.shard_commits = commits_of(self._of_optimizers) if options.shard is not None else None
         weigh_losses_by_samples(model)
         if self._weighted:
             self._set_batch_weight(1.0)  # before anything is compiled
@@ -487,6 +486,12 @@ class KerasAdapter:
             others = all_optimizers(self._model)[:-1]
             broadcast_variables([variable for each in others for variable in each.variables])
         self._started = True
+
+    def _of_optimizers(self) -> list[Any]:
+        """Return the variables of the optimizers, which a new rank of an elastic job has not built yet."""
+        if self._model.built:
+            build_optimizer(self._model)
+        return [variable for each in all_optimizers(self._model) for variable in each.variables]
 
     def _share_trained(self) -> None:
         """Train the weights that the root trains, if it has loaded a state."""

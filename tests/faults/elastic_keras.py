@@ -50,7 +50,7 @@ class Script(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         state.steps += 1
         state.taken.append(state.steps)
-        if state.steps == FAULT_STEP and changes_hosts():
+        if state.steps == FAULT_STEP and hvd.broadcast_object(hvd.rank() == 0 and changes_hosts(), root_rank=0):
             while True:  # until the commit ends this, since hosts have changed
                 state.commit()
                 time.sleep(0.05)

@@ -379,9 +379,15 @@ def test_a_job_with_sharded_gradients_continues_with_the_weights_of_one_without(
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("shard", ["optimizer", pytest.param("gradients", marks=pytest.mark.long)])
-def test_a_new_rank_of_a_trainer_gets_its_shard_and_nothing_is_lost(shard: str, tmp_path: Path) -> None:
-    job = run(tmp_path, "elastic_trainer.py", "grow-to-3", "torch", shard)
+@pytest.mark.parametrize(
+    ("framework", "shard"),
+    [
+        ("torch", "optimizer"), pytest.param("torch", "gradients", marks=pytest.mark.long),
+        pytest.param("keras", "optimizer", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_a_new_rank_of_a_trainer_gets_its_shard_and_nothing_is_lost(framework: str, shard: str, tmp_path: Path) -> None:
+    job = run(tmp_path, "elastic_trainer.py", "grow-to-3", framework, shard)
     begin = job.together("begin", size=3)
     before = job.together("step", step=begin["step"])
     assert begin["digest"] == before["digest"], "weights and moments"
