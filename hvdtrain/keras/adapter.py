@@ -157,7 +157,6 @@ class KerasAdapter:
         self._model, self._options, self._world, self._ranks = model, options, world, DataRanks(world)
         self._weighted = self._ranks.size > 1 or options.accumulate > 1 or launch_environment.reduces_alone()
         self._sums = are_sums(model, split=self._weighted)  # as declared; the first batch shows more
-        self._losses_checked = set() if self._weighted else {True, False}  # in training, in evaluation
         self._masked = MaskedSteps(model, world)
         self._alone = False  # whether this rank's steps are not reduced
         self.fault: Fault | None = None
@@ -180,8 +179,7 @@ class KerasAdapter:
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
         self._own_logs = OwnLogs(model)
-        # Whether ranks' metrics can be added up.
-        self._checked = self._ranks.size == 1 and not launch_environment.is_elastic()
+        self._begin_checks()
         # Those that reduce. Beside others, compile()'s is often but Keras's default: it comes last.
         self._parts: list[Any] = [distributed_part(each) for each in all_optimizers(model)]
         self._memories = Memories(model, self._parts, options.compression)
@@ -253,6 +251,11 @@ class KerasAdapter:
         """Seed those generators of Keras and the backend that are in `seeds`, by their names in `rank_state`."""
         training_state.reseed(seeds, self._model)
 
+    def _begin_checks(self) -> None:
+        """Let all ranks check losses and metrics at their next batch; in an elastic job a new rank does so, too."""
+        self._losses_checked = set() if self._weighted else {True, False}  # in training, in evaluation
+        self._metrics_checked = self._ranks.size == 1 and not launch_environment.is_elastic()  # they can be added up
+
     def start(self) -> None:
         """Broadcast weights and optimizer state, now or, for a model that is built by its first batch, then."""
         self._started = False
@@ -263,6 +266,7 @@ class KerasAdapter:
             for part in self._parts if self._world.size > 1 else ():
                 part.agree_on_model()
             self._model.train_function = None  # it may have been compiled for other ranks
+            self._begin_checks()
         if self._model.built:
             self._broadcast()
         if self._delayed is not None:
@@ -411,6 +415,7 @@ class KerasAdapter:
     def _begin(self, batch: Batch) -> None:
         """At the first batch of an epoch or evaluation, build the metrics that batches build, and reset all."""
         if not self._fresh:
+            self._check_metrics(batch)
             return
         own = overrides(self._model, *_USE_TARGETS)
         if batch.inputs is not None and batch.targets is None and self._model.loss is not None and not own:
@@ -421,12 +426,19 @@ class KerasAdapter:
         if not self._has_metrics:
             # On every rank, also one without samples: ranks sum their metrics, and must have as many.
             self._model._symbolic_build(data_batch=_data(batch, self._world))
-        if not self._checked:
-            data = _data(batch, self._world)
-            self._checked = check_sums(self._model, data, batch.local_count, self._world)
+        self._check_metrics(batch)
         self._model.reset_metrics()  # a user's own evaluate or train_on_batch may have left counts
         self._own_logs.clear()
         self._fresh, self._logs = False, {}
+
+    def _check_metrics(self, batch: Batch) -> None:
+        """At the first batch, let metrics show whether ranks' states can be added up; they stay as they are."""
+        if self._metrics_checked:
+            return
+        variables = metric_variables(self._model)
+        before = copies(variables)
+        self._metrics_checked = check_sums(self._model, _data(batch, self._world), batch.local_count, self._world)
+        assign(variables, before)
 
     def _check_losses(self, batch: Batch, *, training: bool) -> None:
         """At the first batch, let the losses show whether they are means or sums over samples."""

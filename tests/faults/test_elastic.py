@@ -382,8 +382,7 @@ def test_a_job_with_sharded_gradients_continues_with_the_weights_of_one_without(
 @pytest.mark.parametrize(
     ("framework", "shard"),
     [
-        ("torch", "optimizer"), pytest.param("torch", "gradients", marks=pytest.mark.long),
-        pytest.param("keras", "optimizer", marks=pytest.mark.long),
+        ("torch", "optimizer"), ("keras", "optimizer"), pytest.param("torch", "gradients", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_new_rank_of_a_trainer_gets_its_shard_and_nothing_is_lost(framework: str, shard: str, tmp_path: Path) -> None:
