@@ -712,6 +712,28 @@ DEFECTS = (
         "pass",
         unit("keras/test_activations.py"),
     ),
+    # What is said when memory runs out
+    Defect(
+        "memory: an error that ends a script says nothing of what took the memory",
+        "hvdtrain/distributed/watchdog/rank_exit.py",
+        "tracebacks.explain(error)",
+        "pass",
+        unit("distributed/watchdog/test_rank_exit.py"),
+    ),
+    Defect(
+        "memory: a rank that somebody killed on another host is said to lack memory",
+        "hvdtrain/launch/out_of_memory.py",
+        'found.get("oom_kills_since", 0) > 0',
+        "True",
+        unit("launch/test_out_of_memory.py"),
+    ),
+    Defect(
+        "memory: what a killed rank wrote is gone before anybody has read it",
+        "hvdtrain/distributed/watchdog/shared_facts.py",
+        ' and not pids.keys() & self.all("memory").keys()',
+        "",
+        unit("distributed/watchdog/test_shared_facts.py"),
+    ),
     # How many samples of a step each rank takes
     Defect(
         "balance: a resumed run begins with equal parts",

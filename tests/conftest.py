@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -113,6 +115,31 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     if _wants_a_package(report):  # of a whole file
         _must_not_skip(report, INSTALLED_SWITCH)
     return report
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """Make a cgroup that may have 2 GB, below this process's own; skip where that is not allowed."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        name = {"": "memory.max", "memory": "memory.limit_in_bytes"}.get(controllers, "")
+        folder = Path("/sys/fs/cgroup", controllers, path.lstrip("/"), f"hvdtrain-test-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            with contextlib.ExitStack() as stack:
+                stack.callback(_remove, folder)
+                (folder / name).write_text("2000000000")
+                yield folder
+                return
+    pytest.skip("no cgroup with a limit can be made here: needs root, and a memory controller")
+
+
+def _remove(folder: Path) -> None:
+    deadline = time.monotonic() + 10  # until its last process is gone
+    while folder.is_dir() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")

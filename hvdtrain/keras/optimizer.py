@@ -18,6 +18,7 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras.backends import backend_module
 from hvdtrain.keras.error_feedback import ErrorFeedback
 from hvdtrain.keras.exchange import EVERY_STEP, Exchange
+from hvdtrain.keras.memory import measure_script
 from hvdtrain.keras.reduction import GradientReduction, identity
 from hvdtrain.keras.shards import Shards
 from hvdtrain.keras.variables import agree, path, without_counters
@@ -64,6 +65,12 @@ class DistributedMixin(keras.optimizers.Optimizer):
             self.agree_on_model()  # before a step, which loss scaling may end early on one rank alone
         changes, state.exchange = state.exchange is not exchange, exchange
         return changes and keras.backend.backend() != "torch"
+
+    @_backend.untraced
+    def build(self, variables: list[Any]) -> None:
+        """Make the optimizer's variables. From here on, before the first step, the memory of steps is measured."""
+        super().build(variables)
+        measure_script(optimizer=self)
 
     @property
     def batch_weight(self) -> Any:

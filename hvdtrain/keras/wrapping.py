@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from hvdtrain.keras import basics
+from hvdtrain.keras.memory import measure_script
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
 from hvdtrain.keras.reduction import Compression, GradientReduction, reduction_of
 from hvdtrain.keras.shards import check as check_sharded
@@ -88,6 +89,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     _divide(distributed)
     if backward_passes_per_step > 1:
         _accumulate(distributed, backward_passes_per_step)
+    measure_script(optimizer=distributed)
     if inner is optimizer:
         return distributed
     outer = _twin(optimizer, type(optimizer))
@@ -171,6 +173,7 @@ def adopt_optimizer(model: Any, distributed: Any) -> None:
     compiled["optimizer"] = model.optimizer if wrapped else distributed_part(model.optimizer)
     model.train_function = None  # it may hold the plain optimizer
     without_xla(model)
+    measure_script(model=model)
 
 
 def _mend_optimizer(model: Any, filepath: Any) -> None:
@@ -302,6 +305,8 @@ def _patch_keras() -> None:
         kwargs.pop("experimental_run_tf_function", None)
         original_compile(self, *args, **kwargs)
         without_xla(self)
+        if distributed_part(self.optimizer) is not None:
+            measure_script(model=self)
 
     original_save = legacy_h5_format.save_model_to_hdf5
 

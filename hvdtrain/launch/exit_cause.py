@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from hvdtrain.distributed.launch_environment import named
 from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.distributed.watchdog.rank_exit import STALLED, is_same
 from hvdtrain.launch.rank_output import OutputLines
-from hvdtrain.system import host_memory
-from hvdtrain.system.quantities import format_size
+from hvdtrain.telemetry.rank_memory import NOTE
 
 # What mpirun and horovodrun over Gloo print about the rank that ended first.
 _REPORT = re.compile(
@@ -32,7 +31,7 @@ _SILENCE = re.compile(rb"Timed out waiting (\d+)ms for")
 _ABORTED = b"the job has been aborted"
 LAST_WORDS_S = 1.0  # for the other ranks to print, after a rank has failed: they cannot continue
 LOST = 205  # mpirun's own status then; 5 ends with 0
-_SSH_FAILED = 255
+SSH_FAILED = 255
 _LONGEST = 400  # bytes of one of these texts
 _END_BYTES = 2**19
 _WAITED = "has waited too long for others"
@@ -54,6 +53,7 @@ class Cause:
     code: int  # exit status, or 128 + signal
     rank: int | None = None  # None if it was not a rank
     how: str = ""  # how it ended, in words; "" if the status says it
+    host: str = field(default="", compare=False)  # the rank's, as the launcher names it; "" if it does not
 
     @property
     def killed(self) -> bool:
@@ -108,12 +108,12 @@ class Listener:
         code = int(next(said[name] for name in ("signal", "code", "abort", "gloo") if name in said))
         code = code + 128 if "signal" in said else 128 - code if code < 0 else code
         host, how = said.get("node") or self.host_of(rank), ""
-        if "gloo" in said and code == _SSH_FAILED and host not in ("", self._host):
+        if "gloo" in said and code == SSH_FAILED and host not in ("", self._host):
             how = "was killed, or the connection to it broke (ssh's status 255)"
         if "gloo" in said and code == 1 and (silence := _SILENCE.search(self._ends["stderr"])):
             limit_s = int(silence[1]) // 1000
             how = f"heard nothing from another one for {limit_s} s, whose host, network or process hangs"
-        return Cause(f"rank {rank}" + f" on host {host}" * bool(host), code, rank, how)
+        return Cause(f"rank {rank}" + f" on host {host}" * bool(host), code, rank, how, host)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ class RankError:
     @property
     def last_line(self) -> str:
         """The line that names the exception."""
-        return next((line for line in reversed(self.text.splitlines()) if line.strip()), "").strip()
+        # What is added of the rank's memory differs from attempt to attempt.
+        lines = [line for line in self.text.splitlines() if line.strip() and not line.startswith(NOTE)]
+        return lines[-1].strip() if lines else ""
 
     @property
     def name(self) -> str:
@@ -223,20 +225,6 @@ def reported_by_ranks(run_dir: Path, *, host: str) -> Cause | None:
         if rank is not None:
             return Cause(f"rank {rank} on host {host}", code, rank, how)
     return None
-
-
-def memory_note(run_dir: Path, cause: Cause, *, kills_before: int) -> str:
-    """Return a sentence if the kernel's OOM killer ended a rank of this host; else "".
-
-    `kills_before` is `host_memory.oom_kills` from before the rank was killed. A rank that trains writes what it holds.
-    """
-    if cause.code != 128 + signal.SIGKILL or host_memory.oom_kills() <= kills_before:
-        return ""
-    limit = host_memory.limit()
-    within = f", which is limited to {format_size(limit)}" if limit else ""
-    held = shared_facts.read(run_dir, "memory").get(-1 if cause.rank is None else cause.rank, {}).get("text")
-    what = f"it held {held}" if held else "it had not begun to train: look at how it makes the model and reads data"
-    return f"memory ran out on this host{within}, so the kernel ended {cause.who}; {what}"
 
 
 def latest_step(run_dir: Path, *, rank: int | None) -> int | None:

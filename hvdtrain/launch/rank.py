@@ -15,6 +15,7 @@ from multiprocessing import AuthenticationError
 from typing import Any
 
 from hvdtrain.distributed import watchdog
+from hvdtrain.distributed.watchdog import tracebacks
 from hvdtrain.distributed.watchdog.rank_exit import is_consequence
 from hvdtrain.launch import exchange
 from hvdtrain.launch.exchange import Message, pack
@@ -68,6 +69,7 @@ def perform(call: Callable[[], Any] | Message) -> tuple[Message, SystemExit | No
 
 
 def _failure(what: str, error: BaseException) -> Message:
+    tracebacks.explain(error)
     # Without hvdtrain's own frames.
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, pack.__code__.co_filename):

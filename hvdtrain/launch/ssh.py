@@ -1,8 +1,12 @@
-"""Reach a job's other hosts by ssh: wait for them, end their ranks, or request a stop. Each with a time limit."""
+"""Reach a job's other hosts by ssh: wait for them, end their ranks, request a stop, or ask what a rank held.
+
+Each with a time limit.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shlex
 import subprocess
@@ -11,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.system import network, open_mpi, process_tree
@@ -88,9 +93,23 @@ def on_every_host(
             probe.stderr.close()
 
 
-def _line(route: SshRoute, host: str, task: str, run_dir: Path) -> list[str]:
+def _line(route: SshRoute, host: str, task: str, run_dir: Path, *words: str) -> list[str]:
     """Return the command line for one host, where this Python and this file have the same paths."""
-    return [*route.ssh, host, shlex.join([sys.executable, "-I", "-S", process_tree.__file__, str(run_dir), task])]
+    there = [sys.executable, "-I", "-S", process_tree.__file__, str(run_dir), task, *words]
+    return [*route.ssh, host, shlex.join(there)]
+
+
+def memory_of(route: SshRoute | None, host: str, run_dir: Path, *, rank: int) -> dict[str, Any]:
+    """Return what `process_tree.memory` says of a rank on another host; {} if that host does not say it."""
+    if route is None or host not in route.hosts:
+        return {}
+    try:
+        line = _line(route, host, "memory", run_dir, str(rank))
+        done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, check=True)
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def ending(route: SshRoute | None, run_dir: Path) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hvdtrain.distributed import watchdog
 from hvdtrain.distributed.watchdog import shared_facts
-from hvdtrain.launch import exit_cause, job_folder, ssh
+from hvdtrain.launch import exit_cause, job_folder, out_of_memory, ssh
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.exit_cause import LAST_WORDS_S, Cause, RankError
 from hvdtrain.launch.job import Guard, Job, Launch
@@ -190,7 +190,8 @@ def _follow(job: Job, launch: Launch, signals: Signals, guard: Guard) -> tuple[C
     seconds = time.monotonic() - job.began
     job.end()  # only now is all of its output here
     cause = _cause(job, status, launch.spec.launcher)
-    if note := exit_cause.memory_note(job.run_dir, cause, kills_before=job.oom_kills):
+    host = "" if cause.rank is None else job.listener.host_of(cause.rank) or cause.host
+    if note := out_of_memory.note(job.run_dir, cause, host=host, kills_before=job.oom_kills, route=launch.ssh):
         say(note)
     return cause, seconds
 

@@ -41,6 +41,11 @@ def oom_kills() -> int:
         with contextlib.suppress(OSError):
             if "oom_kill" in (found := _numbers(path)):
                 return found["oom_kill"]
+    return host_oom_kills()
+
+
+def host_oom_kills() -> int:
+    """Return how many processes of this host the OOM killer has ended, in all cgroups."""
     with contextlib.suppress(OSError):
         return _numbers(PROC / "vmstat").get("oom_kill", 0)
     return 0

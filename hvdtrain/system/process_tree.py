@@ -5,6 +5,7 @@ As a script it takes the job's folder and a task:
     guard COMMAND   when standard input ends without DONE, end the job, remove its folder, and run the command
     end             end the job; `hvdtrain run` on another host runs this by ssh
     stop            request a stop of its ranks; likewise
+    memory RANK     print what a rank of the job wrote last about its memory, as JSON; likewise
 
 Every process of a job has the job's folder in its environment, also if its parent has ended. This file imports nothing
 of hvdtrain, because the guard is a bare interpreter that lives as long as the job.
@@ -13,6 +14,7 @@ of hvdtrain, because the guard is a bare interpreter that lives as long as the j
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 RUN_DIR = "HVDTRAIN_RUN_DIR"
 DONE = b"done"
@@ -144,11 +146,33 @@ def guard(run_dir: str, elsewhere: list[str]) -> None:
             subprocess.run(elsewhere, stdin=subprocess.DEVNULL)
 
 
+def memory(run_dir: str, rank: str) -> dict[str, Any]:
+    """Return what a rank of this host wrote last about its memory, and how many processes the OOM killer ended since.
+
+    The rank wrote it into a private folder of its user: see `distributed.watchdog.shared_facts`.
+    """
+    import tempfile  # not at the top: the guard lives long, and does not need it
+
+    base = Path(tempfile.gettempdir(), f"hvdtrain-{os.getuid()}")
+    found: dict[str, Any] = {}
+    # Another user may have made a folder of this name.
+    is_private = base.is_dir() and base.stat().st_uid == os.getuid() and not base.stat().st_mode & 0o077
+    for path in sorted(base.glob(f"*/memory-{rank}.json"), key=os.path.getmtime) if is_private else ():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if (content := json.loads(path.read_text())).get("job") == run_dir:
+                found = content
+    lines = [line.split() for line in Path("/proc/vmstat").read_text().splitlines()]
+    kills = next((int(words[1]) for words in lines if words[0] == "oom_kill"), 0)
+    return found | {"oom_kills_since": kills - int(found.get("oom_kills", kills))}
+
+
 if __name__ == "__main__":
     folder, task, *command = sys.argv[1:]
     if task == "guard":
         guard(folder, command)
     elif task == "end":
         end(folder)
+    elif task == "memory":
+        sys.stdout.write(json.dumps(memory(folder, *command)))
     else:
         request_stop(members(folder), requested=set(), pids={})

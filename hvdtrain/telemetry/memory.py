@@ -1,12 +1,13 @@
-"""The memory of a rank by what takes it, and the Trainer's options that shrink each part."""
+"""The memory of a rank by what takes it, and the options that shrink each part: the Trainer's, or a script's."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hvdtrain.distributed.compression import TYPES
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.system import host_memory
 from hvdtrain.system.quantities import format_size
@@ -66,7 +67,8 @@ class Option:
         leaves: the share that is left of activations; None if it does not change them.
         casts: the share of the weights that are copied into another type, beside activations.
         does: what it does, to complete a sentence.
-        in_keras: what one writes for a Keras model; None: the same, "": there is nothing.
+        elsewhere: what one writes instead for "keras" (the Trainer's, for a Keras model), "torch script" and "keras
+            script" (without a Trainer); "" if there is nothing.
     """
 
     name: str
@@ -75,7 +77,7 @@ class Option:
     leaves: float | None = None
     casts: float = 0
     does: str
-    in_keras: str | None = None
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
@@ -93,63 +95,92 @@ class Option:
         return replace(parts, activations=parts.activations * self.leaves + parts.weights * self.casts)
 
 
+_SHARD_STATE = "hvd.DistributedOptimizer(shard_state=True)"
 # Those that cost least come first; of one name one value can be chosen. How much is left of activations differs from
 # model to model: docs/pages/memory.md has where these shares come from.
 OPTIONS = (
     Option(
         name="micro_batch", value='"auto"', leaves=0.5, does="computes a batch in parts",
-        in_keras="a smaller batch_size, with accumulate,",
+        elsewhere={
+            "keras": "a smaller batch_size, with accumulate,",
+            "torch script": "a smaller batch, with backward_passes_per_step,",
+            "keras script": "a smaller batch_size, with backward_passes_per_step,",
+        },
     ),
     Option(
         name="shard", value='"optimizer"', divides=["optimizer"], does="leaves 1/N of it on each of N ranks",
+        elsewhere={"torch script": _SHARD_STATE, "keras script": _SHARD_STATE},
     ),
     Option(
         name="shard", value='"gradients"', divides=["gradients", "optimizer"],
-        does="leaves 1/N of them on each of N ranks", in_keras="",
+        does="leaves 1/N of them on each of N ranks",
+        elsewhere={"keras": "", "torch script": "", "keras script": ""},
     ),
     Option(
         name="checkpoint_activations", value='"blocks"', leaves=0.45,
         does="computes them again in backward",
+        elsewhere={"torch script": "torch.utils.checkpoint", "keras script": "keras.remat"},
     ),
-    Option(name="precision", value='"bf16"', leaves=0.5, casts=0.5, does="halves most of them"),
+    Option(
+        name="precision", value='"bf16"', leaves=0.5, casts=0.5, does="halves most of them",
+        elsewhere={"torch script": "torch.autocast", "keras script": 'keras.config.set_dtype_policy("mixed_bfloat16")'},
+    ),
+)  # fmt: skip
+# Of errors of compressed gradients, which are part of the buckets. Without such a compression there are none.
+_WITHOUT_ERRORS = Option(
+    name="compression", value='"fp16"', divides=["buckets"], does="keeps no errors of compressed gradients",
+    elsewhere=dict.fromkeys(("torch script", "keras script"), "compression=hvd.Compression.fp16"),
 )  # fmt: skip
 _UNUSED = (None, False, "fp32")  # defaults of these options
 
 
 @dataclass(frozen=True)
 class Use:
-    """The choices of a run on which it depends what an option would still save."""
+    """The choices of a run on which it depends what an option would still save.
 
-    framework: str  # "torch" or "keras"
+    Attributes:
+        framework: "torch" or "keras".
+        ranks: how many there are.
+        options: the Trainer's, by name, as far as they were chosen.
+        in_script: True without a Trainer. Then what a script does to its activations is not known.
+    """
+
+    framework: str
     ranks: int
-    options: Mapping[str, Any]  # the Trainer's, by name
+    options: Mapping[str, Any]
+    in_script: bool = False
 
-    def option_for(self, part: str) -> Option | None:
-        """Return the first option that would shrink a part, and does not do so already; None if there is none."""
-        for option in OPTIONS:
-            is_there = self.framework == "torch" or option.in_keras != ""
-            if is_there and part in option.shrinks and part not in self._shrunk_by(option.name):
-                return option
-        return None
+    def options_for(self, part: str) -> list[Option]:
+        """Return the options that would shrink a part, and do not do so already."""
+        found = (*OPTIONS, _WITHOUT_ERRORS) if self.options.get("compression", "none") not in TYPES else OPTIONS
+        return [o for o in found if self._way(o) and part in o.shrinks and part not in self._shrunk_by(o.name)]
+
+    def _way(self, option: Option) -> str:
+        """Return what one writes to use an option; "" if there is nothing."""
+        place = f"{self.framework} script" if self.in_script else self.framework
+        return option.elsewhere.get(place, str(option))
 
     def _shrunk_by(self, name: str) -> Sequence[str]:
         """Return the parts that an option shrinks by the value which the run has given it."""
         used = self.options.get(name)
-        if used in _UNUSED:
+        if used in _UNUSED or name == _WITHOUT_ERRORS.name:
             return ()
         same = (each.shrinks for each in OPTIONS if each.name == name and each.value == f'"{used}"')
         return next(same, list(WORDS))
 
     def advice(self, parts: Parts) -> str:
-        """Return in words the largest part, and the option that shrinks it; if there is none, the next such part."""
+        """Return in words the largest part, and what shrinks it; if nothing does, the next such part."""
         names = parts.largest_first() or ["activations"]
         largest = f"The largest is {WORDS[names[0]]}"
         for part in names:
-            if (option := self.option_for(part)) is not None:
-                way = str(option) if self.framework == "torch" or option.in_keras is None else option.in_keras
-                what = f"{way} {option.does.replace('N', str(self.ranks)) if self.ranks > 1 else option.does}"
+            # The first option costs least. A script may use one that is not known here, so name a second one.
+            if found := self.options_for(part)[: 2 if self.in_script else 1]:
+                what = ", or ".join(f"{self._way(each)} {self._does(each)}" for each in found)
                 return f"{largest}: {what}" if part == names[0] else f"{largest}; of {WORDS[part]}, {what}"
         return f"{largest}, and no option is left that shrinks a part: take a smaller model"
+
+    def _does(self, option: Option) -> str:
+        return option.does.replace("N", str(self.ranks)) if self.ranks > 1 else option.does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +241,11 @@ class StepMemory:
 
 
 _KINDS = ("OutOfMemoryError", "ResourceExhaustedError")  # of torch, of TensorFlow
-_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed", "oom when allocating")
-_ASKED = re.compile(r"allocat\w* ([\d.]+) ?(bytes|[KMGT]i?B)\b")
+_TEXTS = (
+    "out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed", "oom when allocating",
+    "resource_exhausted",
+)  # fmt: skip
+_ASKED = re.compile(r"allocat\w* (?:request for )?([\d.]+) ?(bytes|[KMGT]i?B)\b")
 _UNITS = {"bytes": 1.0} | {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", 1)}
 
 

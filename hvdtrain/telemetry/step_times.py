@@ -25,6 +25,7 @@ from hvdtrain.distributed import world
 from hvdtrain.distributed.recorder import Recorder, Seconds, recorder
 from hvdtrain.distributed.tuning import usable_cores
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.telemetry import rank_memory
 from hvdtrain.telemetry.memory import Parts
 
 # "0" records until the script ends, "N" ends it after N measured steps. Each rank then prints one line that begins
@@ -193,6 +194,7 @@ def rank_report(times: StepTimes) -> RankReport:
             size = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
     with contextlib.suppress(Exception):  # what cannot be measured
         facts |= {"memory": dataclasses.asdict(parts)} if (parts := times.memory()) is not None else {}
+    facts["in_script"] = rank_memory.is_of_script()
     facts["device"] = getattr(world._world, "device", "cpu")
     return RankReport(rank, size, times.steps_taken, times.summary(), facts)
 

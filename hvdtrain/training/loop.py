@@ -22,12 +22,14 @@ from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import FolderInUseError
 from hvdtrain.sync.synchronizer import Synchronizer
+from hvdtrain.telemetry import rank_memory
+from hvdtrain.telemetry.memory import Use
+from hvdtrain.telemetry.rank_memory import Place, RankMemory
 from hvdtrain.training import preemption
 from hvdtrain.training.checkpointing import Snapshot
 from hvdtrain.training.due import Due
 from hvdtrain.training.fit import Fit
 from hvdtrain.training.learning_rate import LearningRate
-from hvdtrain.training.memory import RunMemory
 from hvdtrain.training.nan_policy import NanPolicy
 from hvdtrain.training.pace import Pace
 from hvdtrain.training.progress import Budget, RunProgress, steps_done
@@ -63,7 +65,9 @@ class Loop:
         self._nan_policy = NanPolicy(config["nan_policy"], context.world)
         self._due = Due()
         self.saver = Saver(context, sync, self._due, self.snapshot)
-        self.memory = RunMemory(adapter, context.world, framework_of(context.model), config)
+        world, use = context.world, Use(framework_of(context.model), DataRanks(context.world).size, config)
+        self.memory = RankMemory(adapter.memory, lambda: use, lambda: Place(world.rank, world.local_size))
+        rank_memory.speak(self.memory)
         sync.between_exchanges = self._exchange_early
         # Of the current or last fit:
         self._fit: Fit

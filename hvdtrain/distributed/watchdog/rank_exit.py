@@ -103,6 +103,7 @@ class RankExit:
 
     def _report(self, error: BaseException, hook: Callable[..., Any], failed_at: float) -> None:
         """Print this rank's exception: completely, unless another rank has just printed the same one."""
+        tracebacks.explain(error)
         text = tracebacks.format_error(error)
         last = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         if not self.facts.claim("first") and os.environ.get(DEBUG) != "1":

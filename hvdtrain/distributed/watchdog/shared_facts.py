@@ -86,10 +86,14 @@ class SharedFacts:
         return True
 
     def leave(self) -> None:
-        """Remove this rank; the last one removes the folder, since others may want to read from it."""
+        """Remove this rank; the last one removes the folder, since others may want to read from it.
+
+        What a killed rank wrote about its memory stays for `hvdtrain run` on another host, until the next job's sweep.
+        """
         if self.ours:
             (self.directory / f"pid-{self.rank}").unlink(missing_ok=True)
-            if all(process_state(int(pid)) for pid in self.all("pid").values()):
+            pids = self.all("pid")
+            if all(process_state(int(pid)) for pid in pids.values()) and not pids.keys() & self.all("memory").keys():
                 shutil.rmtree(self.directory, ignore_errors=True)
 
 

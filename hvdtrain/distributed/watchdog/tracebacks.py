@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from types import FrameType, TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file
 _LIBRARIES = [sysconfig.get_paths()[name] for name in ("purelib", "platlib")]
 _OURS = tuple(os.path.join(path, "") for path in (PACKAGE, *(os.path.join(each, "horovod") for each in _LIBRARIES)))
 _NOT_THE_USERS = tuple(os.path.join(path, "") for path in (PACKAGE, sysconfig.get_paths()["stdlib"], *_LIBRARIES))
+_explain: Callable[[BaseException], None] | None = None
 _FOLDED = f"of hvdtrain and Horovod; {DEBUG}=1 shows all"
 
 
@@ -27,6 +29,7 @@ def install() -> None:
         return
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain(error)
         text = format_error(error)
         if _FOLDED in text:
             sys.stderr.write(f"{text}\n")
@@ -34,6 +37,19 @@ def install() -> None:
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = on_exception
+
+
+def explain_with(function: Callable[[BaseException], None] | None) -> None:
+    """Call `function` with an exception that ends this process, before it is shown; it may add to the message."""
+    global _explain
+    _explain = function
+
+
+def explain(error: BaseException) -> None:
+    """Add what is known about an exception to its message; see `explain_with`."""
+    if _explain is not None:
+        with contextlib.suppress(Exception):  # the exception itself must be shown
+            _explain(error)
 
 
 def is_users(file: str) -> bool:

@@ -217,8 +217,9 @@ def _show_memory(result: Result, console: Console) -> None:
         table.add_row(str(rank), *("?" if each is None else format_size(each) for each in (*sizes, parts.total)))
     console.print(table)
     largest = max(held.values(), key=lambda parts: parts.total)
-    framework = "torch" if result.steps.slowest.facts.get("framework") == "torch" else "keras"
-    advice = Use(framework, len(result.steps.ranks), {}).advice(largest)
+    facts = result.steps.slowest.facts
+    framework = "torch" if facts.get("framework") == "torch" else "keras"
+    advice = Use(framework, len(result.steps.ranks), {}, bool(facts.get("in_script"))).advice(largest)
     console.print(escape(f"{advice}. With --json, hvdtrain plan --memory --measured FILE says what fits a --limit."))
 
 

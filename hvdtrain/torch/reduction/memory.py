@@ -1,7 +1,8 @@
-"""The sizes of weights, gradients, optimizer state and buckets, as tensors show them."""
+"""The sizes of weights, gradients, optimizer state and buckets, as tensors show them; of a script too."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,13 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from hvdtrain.telemetry.memory import Held, Parts
+from hvdtrain.telemetry import rank_memory
+from hvdtrain.telemetry.memory import Held, Parts, Use
+from hvdtrain.telemetry.rank_memory import Place
+from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.names import parameters_of
 
 # Numbers that torch's optimizers keep for each number of a weight, by default; these options of a group add one.
 _MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "ASGD": 1}
 _MOMENTS |= dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"), 2)
 _ADDED = ("momentum", "amsgrad", "centered")
+
+_of_script: weakref.WeakSet[Any] = weakref.WeakSet()  # distributed optimizers; a Trainer's are not asked
 
 
 def held_by(tensors: Iterable[Tensor], optimizers: Sequence[Any], compressors: Sequence[Any] = ()) -> Held:
@@ -54,6 +60,29 @@ def in_use(devices: Iterable[torch.device]) -> tuple[int, int] | None:
     """Return the bytes that torch's tensors take on GPUs now, and took at most; None without GPUs."""
     stats = [(torch.cuda.memory_allocated(each), torch.cuda.max_memory_allocated(each)) for each in devices]
     return (sum(now for now, _ in stats), sum(most for _, most in stats)) if stats else None
+
+
+def measure_script(optimizer: Any) -> None:
+    """Let an out-of-memory error of a script that has made its optimizer distributed say what takes the memory."""
+    _of_script.add(optimizer)
+    rank_memory.measure_script(_held_by_script, _use_of_script, _place)
+
+
+def _held_by_script() -> Held:
+    optimizers = [*_of_script]
+    return held_by(dict.fromkeys(p for each in optimizers for p in each._hvd_reducer.names), optimizers)
+
+
+def _use_of_script() -> Use:
+    optimizers = [*_of_script]
+    bound = [each._hvd_reducer.options.compression for each in optimizers]
+    options = {"compression": next((each.name for each in bound if each.has_memory), "none")}
+    options |= {"shard": "optimizer"} if any(each._hvd_shards is not None for each in optimizers) else {}
+    return Use("torch", engine.native().size(), options, in_script=True)
+
+
+def _place() -> Place:
+    return Place(engine.native().rank(), engine.native().local_size())
 
 
 def _size(value: Any, devices: set[torch.device]) -> int:

@@ -23,6 +23,7 @@ from hvdtrain.torch.ops.engine import Adasum, Average
 from hvdtrain.torch.ops.functions import allgather_object
 from hvdtrain.torch.ops.submit import Reduction, check_adasum, submit
 from hvdtrain.torch.reduction import fused_update, step_hooks
+from hvdtrain.torch.reduction.memory import measure_script
 from hvdtrain.torch.reduction.reducer import ANOTHERS_BACKWARD, Reducer
 from hvdtrain.torch.reduction.reduction_unit import ReducerOptions
 from hvdtrain.torch.reduction.shardable import check_memory
@@ -325,6 +326,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     distributed._hvd_shards = _shards(optimizer, process_set, wanted=shard_state)
     distributed._hvd_reducer = Reducer(named, optimizer.param_groups, options, backward_passes_per_step)
     _move_scheduler(distributed)
+    measure_script(distributed)
     return distributed
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.launch import exit_cause, supervisor
-from hvdtrain.launch.exit_cause import Cause, Listener, first_error, reported_by_ranks, root_cause
+from hvdtrain.launch.exit_cause import Cause, Listener, RankError, first_error, reported_by_ranks, root_cause
 
 # Open MPI 5's.
 SIGNAL_5 = b"prterun noticed that process rank 1 with PID 3173 on node vm exited on\nsignal 9 (Killed).\n"
@@ -272,25 +272,11 @@ def test_a_rank_that_only_followed_is_not_called_the_cause(tmp_path) -> None:
     assert str(cause) == "rank 0 on host here ended because another rank had failed or ended first"
 
 
-@pytest.mark.parametrize(
-    ("cause", "kills", "note"),
-    [
-        (Cause("rank 1 on host h", 137, 1), 3, "so the kernel ended rank 1 on host h; it held weights 5 GB"),
-        (Cause("rank 0 on host h", 137, 0), 3, "so the kernel ended rank 0 on host h; it had not begun to train"),
-        (Cause("rank 1 on host h", 137, 1), 2, None),  # somebody has killed it
-        (Cause("rank 1 on host h", 1, 1), 3, None),
-    ],
-    ids=["trained", "began", "killed", "raised"],
-)
-def test_a_rank_that_the_oom_killer_ended_is_said_to_lack_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Cause, kills: int, note: str | None
-) -> None:
-    monkeypatch.setattr(exit_cause.host_memory, "oom_kills", lambda: kills)
-    monkeypatch.setattr(exit_cause.host_memory, "limit", lambda: 8_000_000_000)
-    shared_facts.SharedFacts(tmp_path, 1).post("memory", {"text": "weights 5 GB"})
-    found = exit_cause.memory_note(tmp_path, cause, kills_before=2)
-    if note is None:
-        assert found == ""
-    else:
-        assert found.startswith("memory ran out on this host, which is limited to 8 GB, ")
-        assert note in found
+def test_two_errors_of_memory_are_the_same_whatever_the_rank_held_then() -> None:
+    text = (
+        "Traceback (most recent call last):\n  ...\ntorch.OutOfMemoryError: CUDA out of memory.\n{}: activations {} GB"
+    )
+    first, second = (RankError(1, "h", text.format("hvdtrain: memory of rank 1", size)) for size in (5, 6))
+    assert first.name == "OutOfMemoryError"
+    assert first.last_line == "torch.OutOfMemoryError: CUDA out of memory."
+    assert first.is_like(second)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.distributed.watchdog import shared_facts
 from hvdtrain.launch import ssh
 from hvdtrain.launch.arguments import LaunchSpec
 from hvdtrain.launch.ssh import SshRoute
-from hvdtrain.system import process_tree
+from hvdtrain.system import host_memory, process_tree
 
 SSH = """#!/bin/sh
 host=$1
@@ -59,6 +61,36 @@ def test_one_command_ends_a_job_everywhere(route: SshRoute, tmp_path: Path) -> N
     assert left.wait(30) == -9
     assert sorted(Path("reached").read_text().split()) == ["a", "b"]
     assert ssh.ending(None, tmp_path) == []
+
+
+@pytest.fixture
+def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> shared_facts.SharedFacts:
+    """The facts of rank 1 on a host that has no folder of the job's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PMIX_NAMESPACE", "19")
+    monkeypatch.setenv(process_tree.RUN_DIR, str(tmp_path / "job"))
+    return shared_facts.open_facts(1)
+
+
+def test_what_a_rank_held_is_asked_on_its_host(
+    route: SshRoute, tmp_path: Path, facts: shared_facts.SharedFacts
+) -> None:
+    job, kills = tmp_path / "job", host_memory.host_oom_kills()
+    facts.post("memory", {"text": "weights 5 GB", "job": str(job), "oom_kills": kills - 1})
+    found = ssh.memory_of(route, "b", job, rank=1)
+    assert (found["text"], found["oom_kills_since"]) == ("weights 5 GB", 1)
+    assert Path("reached").read_text().split() == ["b"]
+    assert ssh.memory_of(route, "b", tmp_path / "other", rank=1) == {"oom_kills_since": 0}, "another job's"
+    assert ssh.memory_of(route, "b", job, rank=0) == {"oom_kills_since": 0}, "another rank's"
+    facts.directory.parent.chmod(0o777)
+    assert "text" not in ssh.memory_of(route, "b", job, rank=1), "anybody may have written that"
+
+
+def test_a_host_that_cannot_be_asked_what_a_rank_held_says_nothing(route: SshRoute, tmp_path: Path) -> None:
+    Path("down").write_text("b connect to host b port 22: Connection refused\n")
+    assert ssh.memory_of(route, "b", tmp_path, rank=1) == {}
+    assert ssh.memory_of(route, "c", tmp_path, rank=1) == ssh.memory_of(None, "b", tmp_path, rank=1) == {}
 
 
 def test_a_host_that_comes_up_in_time_is_waited_for(route: SshRoute, tmp_path: Path) -> None:

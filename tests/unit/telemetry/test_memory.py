@@ -10,11 +10,16 @@ from hvdtrain.errors import HvdTrainError, OtherRankError
 from hvdtrain.system import host_memory
 from hvdtrain.telemetry.memory import Held, Parts, StepMemory, Use, asked_bytes, is_out_of_memory
 
+# What a script without a Trainer may write.
+SMALLER_BATCH = "a smaller batch, with backward_passes_per_step, computes a batch in parts, or"
+SMALLER_BATCH_SIZE = "a smaller batch_size, with backward_passes_per_step, computes a batch in parts, or"
+SHARD_STATE = "hvd.DistributedOptimizer(shard_state=True) leaves 1/4 of it on each of 4 ranks"
+
 ADAM = Parts(weights=1e9, gradients=1e9, optimizer=2e9, buckets=1e6, activations=0.5e9)
 
 
-def use(framework: str = "torch", ranks: int = 4, **options: Any) -> Use:
-    return Use(framework, ranks, options)
+def use(framework: str = "torch", ranks: int = 4, *, in_script: bool = False, **options: Any) -> Use:
+    return Use(framework, ranks, options, in_script)
 
 
 def test_parts_are_said_with_the_largest_first() -> None:
@@ -65,6 +70,41 @@ def test_parts_are_said_with_the_largest_first() -> None:
             Parts(gradients=9, weights=1),
             use("keras"),
             "The largest is gradients, and no option is left that shrinks a part: take a smaller model",
+        ),
+        (
+            Parts(weights=1, activations=9),
+            use(in_script=True),
+            f"The largest is activations: {SMALLER_BATCH} torch.utils.checkpoint computes them again in backward",
+        ),
+        (
+            Parts(weights=1, activations=9),
+            use("keras", in_script=True),
+            f"The largest is activations: {SMALLER_BATCH_SIZE} keras.remat computes them again in backward",
+        ),
+        (
+            ADAM,
+            use(in_script=True),
+            f"The largest is optimizer state: {SHARD_STATE}",
+        ),
+        (
+            Parts(gradients=9, optimizer=8),
+            use("keras", in_script=True),
+            f"The largest is gradients; of optimizer state, {SHARD_STATE}",
+        ),
+        (
+            Parts(optimizer=9, gradients=8),
+            use(in_script=True, shard="optimizer"),
+            "The largest is optimizer state, and no option is left that shrinks a part: take a smaller model",
+        ),
+        (
+            Parts(buckets=9, weights=8),
+            use(in_script=True, compression="topk:0.01"),
+            "The largest is buckets: compression=hvd.Compression.fp16 keeps no errors of compressed gradients",
+        ),
+        (
+            Parts(buckets=9, weights=8),
+            use(compression="int8"),
+            'The largest is buckets: compression="fp16" keeps no errors of compressed gradients',
         ),
     ],
 )
@@ -141,6 +181,7 @@ class ResourceExhaustedError(Exception):
         (RuntimeError("not enough memory: you tried to allocate 12 bytes."), True, 12),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 134217728 bytes."), True, 2**27),
         (MemoryError("Unable to allocate 128. MiB for an array with shape (4,)"), True, 2**27),
+        (RuntimeError("RESOURCE_EXHAUSTED: Failed to allocate request for 1.50GiB (1610612736B)"), True, 1.5 * 2**30),
         (ResourceExhaustedError("failed to allocate memory"), True, 0),
         (MemoryError(), True, 0),
         (RuntimeError("shapes differ"), False, 0),

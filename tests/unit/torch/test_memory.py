@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import hvdtrain
+import hvdtrain.torch as hvd
+from hvdtrain.distributed.watchdog import tracebacks
+from hvdtrain.telemetry import rank_memory
 from hvdtrain.torch.reduction.memory import held_by
 
 STATES = [
@@ -117,3 +120,36 @@ def test_other_errors_stay_as_they_are():
 def test_a_run_that_cannot_be_measured_runs(monkeypatch):
     monkeypatch.setattr("hvdtrain.torch.adapter.held_by", lambda *args, **options: 1 / 0)
     assert fit(Hungry()).memory == {}
+
+
+@pytest.fixture
+def alone_in_script():
+    """Let nothing speak for this process, before and afterwards."""
+    rank_memory.forget()
+    yield
+    rank_memory.forget()
+
+
+@pytest.mark.usefixtures("alone_in_script")
+def test_an_error_that_ends_a_script_without_a_trainer_says_what_takes_the_memory():
+    nets = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    named = [(f"{i}.{name}", p) for i, net in enumerate(nets) for name, p in net.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(nets[0].parameters()), named)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    tracebacks.explain(error)
+    note = str(error).splitlines()[1]
+    assert note.startswith("hvdtrain: memory of rank 0: activations 2.")
+    assert "weights 160 B, " in note, "frozen ones count"
+    assert "gradients 80 B. " in note
+    assert note.endswith("computes a batch in parts, or torch.utils.checkpoint computes them again in backward")
+    assert not optimizer.state
+
+
+@pytest.mark.usefixtures("alone_in_script")
+def test_a_script_whose_optimizer_is_gone_says_nothing_of_it():
+    net = torch.nn.Linear(4, 4)
+    hvd.DistributedOptimizer(torch.optim.Adam(net.parameters()), net.named_parameters())
+    del net
+    error = MemoryError()
+    tracebacks.explain(error)
+    assert "weights" not in str(error)

@@ -53,6 +53,16 @@ def test_an_exception_is_printed_whole_and_ends_the_process_without_waiting_for_
     assert "ValueError: bad" in error["text"]
 
 
+def test_what_is_known_about_an_exception_is_in_the_message_that_others_read(tmp_path):
+    explain = "tracebacks.explain_with(lambda error: setattr(error, 'args', (f'{error}, because of this',)))"
+    run = run_rank(
+        f"from hvdtrain.distributed.watchdog import tracebacks\n{explain}\nraise ValueError('bad')", tmp_path
+    )
+    assert run.returncode == 1
+    assert "ValueError: bad, because of this" in run.stderr
+    assert "ValueError: bad, because of this" in json.loads((tmp_path / "error-0.json").read_text())["text"]
+
+
 def test_the_same_exception_on_another_rank_is_one_line(tmp_path):
     run_rank("raise ValueError('bad')", tmp_path, rank=1)
     same, other = run_rank("raise ValueError('bad')", tmp_path), run_rank("raise ValueError('worse')", tmp_path)

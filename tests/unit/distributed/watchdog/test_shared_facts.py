@@ -85,6 +85,20 @@ def test_ranks_of_one_job_share_a_private_folder_and_the_last_one_removes_it(tmp
     assert shared_facts.open_facts(0).directory == shared_facts._NOWHERE
 
 
+def test_what_a_killed_rank_wrote_about_its_memory_outlives_the_other_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_facts.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv(process_tree.RUN_DIR, raising=False)
+    monkeypatch.setenv("PMIX_NAMESPACE", "18")
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    zero, one = shared_facts.open_facts(0), shared_facts.open_facts(1)
+    zero.post("pid", os.getpid())
+    one.post("pid", killed.pid)
+    one.post("memory", {"text": "weights 5 GB"})
+    zero.leave()
+    assert shared_facts.read(one.directory, "memory")[1]["text"] == "weights 5 GB"
+
+
 def test_the_state_of_a_process_is_reported():
     process = subprocess.Popen(["sleep", "100"])
     try:

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.checkpoint import Store
 from hvdtrain.data import sharding
 from hvdtrain.distributed.agreement import together
-from hvdtrain.distributed.watchdog.tracebacks import format_error, install
+from hvdtrain.distributed.watchdog.tracebacks import explain_with, format_error, install
 from hvdtrain.distributed.world import SoloWorld
 
 
@@ -19,6 +19,13 @@ def of(call):
     with pytest.raises(Exception) as caught:
         call()
     return format_error(caught.value)
+
+
+@pytest.fixture
+def unexplained():
+    """Forget afterwards who explains exceptions."""
+    yield
+    explain_with(None)
 
 
 def fail():
@@ -80,3 +87,21 @@ def test_a_cause_in_the_users_code_is_shown():
             raise HvdTrainError("no") from error
 
     assert of(wrapped).count("Traceback") == 2
+
+
+def test_an_exception_that_ends_the_process_is_explained_before_it_is_shown(monkeypatch, capsys, unexplained):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    install()
+    explain_with(lambda error: setattr(error, "args", (f"{error}, because of this",)))
+    sys.excepthook(ValueError, ValueError("it failed"), None)
+    assert "ValueError: it failed, because of this" in capsys.readouterr().err
+
+
+def test_an_explanation_that_fails_leaves_the_exception_as_it_was(monkeypatch, capsys, unexplained):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    install()
+    explain_with(lambda error: 1 / 0)
+    sys.excepthook(ValueError, ValueError("it failed"), None)
+    shown = capsys.readouterr().err
+    assert shown.endswith("ValueError: it failed\n")
+    assert "ZeroDivisionError" not in shown

@@ -183,6 +183,9 @@ def test_what_a_step_holds_is_a_table_and_what_plan_reads() -> None:
     (row,) = [line.split() for line in lines.splitlines() if line.split()[-2:] == ["18", "MB"] and " 1 " in line]
     assert row == ["1", "5", "MB", "4", "MB", "9", "MB", "0", "B", "?", "18", "MB"]
     assert 'The largest is optimizer state: shard="optimizer" leaves 1/2 of it on each of 2 ranks.' in lines
+    script = [dataclasses.replace(each, facts=each.facts | {"in_script": True}) for each in ranks]
+    lines = printed(dataclasses.replace(found, steps=Steps(script)))
+    assert "The largest is optimizer state: hvd.DistributedOptimizer(shard_state=True) leaves 1/2 of it on" in lines
     planned = found.steps.plan_input(None)
     assert (planned["weights"], planned["optimizer"], planned["buckets"]) == (5e6, 9e6, 0)
     assert "activations" not in planned
