@@ -82,7 +82,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         name=name or "",
         shard_state=shard_state,
     )
-    _patch_keras()
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     inner = optimizer.inner_optimizer if is_scaled else optimizer
     distributed = _twin(inner, _distributed_class(type(inner), how))
@@ -284,7 +283,6 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     _track(optimizer, variables[:base] + variables[known:] + variables[base:known])
 
 
-@functools.cache  # once a process
 def _patch_keras() -> None:
     """Patch what an optimizer cannot change from inside; nothing changes where no optimizer is distributed."""
     from keras.src.legacy.saving import legacy_h5_format
@@ -332,3 +330,7 @@ def without_xla(model: Any) -> None:
     if distributed_part(model.optimizer) is not None:
         model.jit_compile = False
         log.info("jit_compile True -> False: Horovod's operations do not compile with the step of %s", model.name)
+
+
+# Here, since `model.compile(hvd.DistributedOptimizer(...))` looks `compile` up before it makes the optimizer.
+_patch_keras()

@@ -122,3 +122,23 @@ def test_several_processes_without_horovod_are_refused() -> None:
     done = _run(FORGET_HOROVOD + "import hvdtrain.keras as hvd; hvd.init()", "jax", OMPI_COMM_WORLD_SIZE="2")
     assert done.returncode != 0
     assert "HorovodMissingError" in done.stderr
+
+
+# As horovod.keras's documentation has it, and nothing was distributed before.
+COMPILE = """
+import keras
+import hvdtrain.keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+options = {"loss": "mse", "jit_compile": True, "experimental_run_tf_function": False}
+model.compile(optimizer=hvd.DistributedOptimizer("sgd"), **options)
+print("jit_compile", model.jit_compile)
+"""
+
+
+def test_the_first_model_may_make_its_optimizer_in_the_call_of_compile() -> None:
+    pytest.importorskip("keras")
+    pytest.importorskip("torch")
+    done = _run(COMPILE, "torch", HVDTRAIN_SOLO="1")
+    assert done.stdout == "jit_compile False\n", done.stderr
