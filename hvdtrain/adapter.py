@@ -150,6 +150,13 @@ class HostArrays(Mapping[str, NDArray[Any]]):
         """Return whether an array is in a file."""
         return isinstance(self._tensors[name], StoredArray)
 
+    def piece(self, name: str, first: int, last: int) -> NDArray[Any]:
+        """Return the numbers `first` to `last` of an array in one dimension; of one in a file, no others are read."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, StoredArray):
+            return tensor.read_piece(first, last)
+        return self[name].reshape(-1)[first:last]
+
     def take(self, name: str) -> NDArray[Any]:
         """Return an array in memory that is nobody else's."""
         return self[name] if self.is_stored(name) else np.array(self[name])

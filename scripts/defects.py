@@ -299,6 +299,27 @@ DEFECTS = (
         ranks("keras-torch", "what_is_saved_is_whole_or_refused"),
     ),
     Defect(
+        "shards on Keras: a piece of another rank's part comes to lie where the part begins",
+        "hvdtrain/keras/shards/__init__.py",
+        "for first in range(begin, numel, length)",
+        "for first in range(0, numel, length)",
+        ranks("keras-torch", "sent_in_many_pieces"),
+    ),
+    Defect(
+        "shards on Keras: the root reads each whole value to send its pieces",
+        "hvdtrain/keras/training_state.py",
+        "partial(held.piece, name)",
+        "partial(lambda name, first, last: held[name].reshape(-1)[first:last], name)",
+        ranks("keras-torch", "test_loading_takes_the_memory"),
+    ),
+    Defect(
+        "Keras: pieces of a weight that the root has loaded are those of its beginning",
+        "hvdtrain/keras/variables.py",
+        "_from_root(flat[begin : begin + length].view",
+        "_from_root(flat[:length].view",
+        ranks("keras-torch", "sent_in_many_pieces"),
+    ),
+    Defect(
         "shards on Keras: what was gathered before a step is saved after it",
         "hvdtrain/keras/shards/__init__.py",
         "return self._values if iterations == self._iterations else {}",

@@ -153,6 +153,13 @@ class StoredArray(NamedTuple):
         (decoded,) = safe_arrays.decoded({self.name: array.astype(self.plain.dtype, copy=False)}).values()
         return decoded
 
+    def read_piece(self, first: int, last: int) -> NDArray[Any]:
+        """Return the numbers `first` to `last` of the array in one dimension, in memory of their own."""
+        dtype = self.kind.dtype
+        piece = np.empty(last - first, dtype.newbyteorder("<"))
+        self.file.read(piece.view(np.uint8), self.offset + first * dtype.itemsize)
+        return piece.astype(dtype, copy=False)
+
 
 class StoredArrays(Mapping[str, NDArray[Any]]):
     """The arrays of a file, by name: one is read when it is asked for, and not kept.

@@ -183,7 +183,8 @@ def run(module: ModuleType, kind: str, array: Array, *args: Any, **options: Any)
         # Outside of any graph that TensorFlow is tracing: the answer is needed now, and once.
         with tf.init_scope(), tf.device("/CPU:0"):
             result = function(tf.constant(array), *args, **options)
-    return tuple(np.array(r.numpy()) for r in result) if isinstance(result, tuple) else np.array(result.numpy())
+    # In the memory of the result, which nobody else has.
+    return tuple(np.asarray(r.numpy()) for r in result) if isinstance(result, tuple) else np.asarray(result.numpy())
 
 
 def in_set(process_set: Any | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvdtrain.adapter import Fault, HostArrays, Options, ShardedArray, State, host_arrays
 from hvdtrain.checkpoint import Kind
 from hvdtrain.keras import trained
-from hvdtrain.keras.backends import backend_module
+from hvdtrain.keras.backends import backend_module, room_for
 from hvdtrain.keras.model_optimizers import other_optimizers
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.shards import Slot, whole_shape
@@ -25,6 +25,7 @@ Arrays = dict[str, NDArray[Any]]
 
 # Optimizer variables carry their model variable's path with "_" for "/": "sgd/sequential_1_dense_2_kernel_momentum".
 _COUNTER = re.compile(r"_\d+(?=[_/.]|$)")
+_PIECE_NUMBERS = 2**18  # that are read at once
 _NUMBER = re.compile(r"\.\d{5}\.")  # of `_variables`
 _TRAINABLE = "trainable"  # in State.meta
 _METRIC = re.compile(r"(sum|mean)\.metric\.\d")
@@ -40,7 +41,7 @@ class Restored:
 
 def copies(variables: Sequence[Any]) -> list[NDArray[Any]]:
     """Return the values of `variables` on the host."""
-    return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
+    return [np.array(backend_module().on_host(v)) for v in variables]
 
 
 def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
@@ -59,7 +60,7 @@ def capture(model: keras.Model) -> State:
     variables = _variables(model)
     tensors = {name: v for name, v in variables.items() if not isinstance(v, Slot)}
     return State(
-        HostArrays(tensors, lambda v: np.asarray(keras.ops.convert_to_numpy(v)), _kind),
+        HostArrays(tensors, backend_module().on_host, _kind),
         {_TRAINABLE: trained.flags_of(model)},
         per_rank=frozenset(name for name, v in variables.items() if id(v) in own),
         trained=frozenset(name for name, v in variables.items() if id(v) in has_gradient),
@@ -282,10 +283,24 @@ def _metrics_of(names: Iterable[str]) -> str:
 def _load(variables: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
     held = host_arrays(arrays)
     for name, variable in variables.items():  # an optimizer's counter of steps before its slots: see `Shards.divide`
-        if isinstance(variable, Slot) and name in held and held.is_stored(name):  # on the root, which has no room
-            variable.shards.divide_later(variable, partial(held.__getitem__, name))
-        elif name in held:
+        if name not in held:
+            continue
+        if not held.is_stored(name):
             variable.assign(held[name])
+        elif isinstance(variable, Slot):  # on the root, which has no room
+            variable.shards.divide_later(variable, partial(held.piece, name))
+        else:
+            _read(variable, held, name)
+
+
+def _read(variable: Any, held: HostArrays, name: str) -> None:
+    """Read a variable's value from a file, into the variable's memory if it may be changed there."""
+    room = room_for(variable)
+    numbers = room.reshape(-1)
+    for first in range(0, numbers.size, _PIECE_NUMBERS):
+        last = min(first + _PIECE_NUMBERS, numbers.size)
+        numbers[first:last] = held.piece(name, first, last)
+    backend_module().give(variable, room)
 
 
 class StepSnapshot:

@@ -16,11 +16,13 @@ from hvdtrain.distributed import world
 from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
 from hvdtrain.keras import basics, ops
+from hvdtrain.keras.backends import backend_module, room_for
 from hvdtrain.keras.reduction import identity, small_together
 from hvdtrain.keras.shards import Slot, shards_of
 
-# A bound on the extra memory; large enough that the number of messages does not matter.
+# A bound on the extra memory of a graph; large enough that the number of messages does not matter.
 CHUNK_BYTES = 64 * 2**20
+_PIECE_BYTES = 2**21  # that are sent at once, outside of graphs
 
 
 def broadcast_variables(
@@ -53,8 +55,12 @@ def broadcast_variables(
     ops.refuse_graph("keras.broadcast_variables")
     variables = [v for v in variables if not isinstance(v, Slot)]
     agree(variables, what="variables to broadcast", process_set=process_set)
-    for bucket in small_together([num_bytes(v) for v in variables], limit=CHUNK_BYTES, room=CHUNK_BYTES):
-        _broadcast([variables[i] for i in bucket], root_rank, process_set)
+    sizes = [num_bytes(v) for v in variables]
+    for bucket in small_together(sizes, limit=_PIECE_BYTES, room=_PIECE_BYTES):
+        if sizes[bucket[0]] < _PIECE_BYTES:
+            _broadcast_together([variables[i] for i in bucket], root_rank, process_set)
+        else:
+            _broadcast_in_pieces(variables[bucket[0]], root_rank, process_set)
     for shards in sharded:
         shards.spread(root_rank)
 
@@ -135,12 +141,29 @@ def _text(described: list[Any] | None) -> str:
     return "absent" if described is None else f"{described[0]} of shape {tuple(described[1])}, {described[2]}"
 
 
-def _broadcast(variables: list[Any], root_rank: int, process_set: Any | None) -> None:
-    values = [np.require(keras.ops.convert_to_numpy(v), requirements="C") for v in variables]
+def _broadcast_in_pieces(variable: Any, root_rank: int, process_set: Any | None) -> None:
+    """Assign the root's value of a large variable."""
+    is_root = world.current().rank == root_rank
+    value = np.require(backend_module().on_host(variable), requirements="C") if is_root else room_for(variable)
+    flat, length = value.reshape(-1), _PIECE_BYTES // value.itemsize
+    for begin in range(0, flat.size, length):
+        received = _from_root(flat[begin : begin + length].view(np.uint8), root_rank, process_set)
+        if not is_root:
+            flat[begin : begin + length] = received.view(flat.dtype)
+    if not is_root:
+        backend_module().give(variable, value)
+
+
+def _from_root(data: Any, root_rank: int, process_set: Any | None) -> Any:
     # As bytes, so that integers, booleans, bfloat16 and NaNs all arrive as they were.
-    data = np.concatenate([v.reshape(-1).view(np.uint8) for v in values])
     name = "hvdtrain.broadcast_variables"
-    received = ops.call("broadcast", data, root_rank, name=name, process_set=process_set)
+    return ops.call("broadcast", data, root_rank, name=name, process_set=process_set)
+
+
+def _broadcast_together(variables: list[Any], root_rank: int, process_set: Any | None) -> None:
+    values = [np.require(backend_module().on_host(v), requirements="C") for v in variables]
+    data = np.concatenate([v.reshape(-1).view(np.uint8) for v in values])
+    received = _from_root(data, root_rank, process_set)
     if world.current().rank == root_rank:
         return
     parts = np.split(received, np.cumsum([v.nbytes for v in values])[:-1])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,3 +24,14 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.empty(shape, dtype)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # forked processes get a copy
     return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def give_back_after(num_bytes: int) -> None:
+    """Give what malloc keeps back to the system, after an array of this size was freed, if it is a large one.
+
+    Before glibc 2.38, malloc cannot reuse an aligned block for another one of its size: each value that replaces one of
+    a framework's would take new memory.
+    """
+    if num_bytes >= _LARGE_BYTES:
+        with suppress(AttributeError, OSError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)

@@ -80,15 +80,19 @@ def fail_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     from hvdtrain.errors import CheckpointError
 
     def fail(*, after: int, message: str) -> list[str]:
-        read, done = StoredArray.read, []
+        done: list[str] = []
 
-        def failing(self: StoredArray) -> object:
-            done.append(self.name)
-            if len(done) > after:
-                raise CheckpointError(message)
-            return read(self)
+        def failing(read: Callable[..., object]) -> Callable[..., object]:
+            def fail_or_read(self: StoredArray, *args: int) -> object:
+                done.append(self.name)
+                if len(done) > after:
+                    raise CheckpointError(message)
+                return read(self, *args)
 
-        monkeypatch.setattr(StoredArray, "read", failing)
+            return fail_or_read
+
+        for name in ("read", "read_piece"):
+            monkeypatch.setattr(StoredArray, name, failing(getattr(StoredArray, name)))
         return done
 
     return fail

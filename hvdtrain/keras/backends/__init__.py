@@ -15,6 +15,8 @@ Every module here has the same functions, on lists of that backend's tensors:
     fused_update(optimizer, step, gradient, ...)         updates a variable in one pass; false if it cannot
     memory_in_use()                                      bytes in use on the GPU now, and at most; None without a GPU
     untraced(function)                                   function, left alone by the backend's compiler
+    on_host(value)                                       a variable's or a tensor's value, of its memory on CPUs
+    give(variable, array)                                assigns an array that nobody else uses
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.system import large_arrays
+
+Array = NDArray[Any]
 
 
 def backend_module() -> Any:
@@ -32,6 +40,12 @@ def backend_module() -> Any:
     if name not in ("tensorflow", "torch", "jax"):
         raise ValueError(f'Keras must run on "tensorflow", "torch" or "jax". Received: KERAS_BACKEND={name!r}')
     return importlib.import_module(f"hvdtrain.keras.backends.{name}")
+
+
+def room_for(variable: Any) -> Array:
+    """Return where to write a value for `give`: in the variable's memory, if it may be changed there."""
+    value = np.require(backend_module().on_host(variable), requirements="C")
+    return value if value.flags.writeable else large_arrays.empty(value.shape, value.dtype)
 
 
 class HostWeight:

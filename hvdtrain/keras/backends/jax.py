@@ -9,14 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
 
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics, ops
-from hvdtrain.keras.backends import HostWeight, fused_update, untraced  # noqa: F401 - part of each backend
+from hvdtrain.keras.backends import Array, HostWeight, fused_update, untraced  # noqa: F401 - part of each backend
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
+from hvdtrain.system import large_arrays
 
 Tensor = Any
 
@@ -28,6 +30,17 @@ class BatchWeight(HostWeight):
         """Return the weight as a scalar."""
         # Ordered, so that XLA can neither reuse last step's value nor read it too early.
         return io_callback(lambda: np.float32(self.value), jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
+
+
+def on_host(value: Any) -> Array:
+    """Return a variable's or a tensor's value as an array on the host, of its memory on CPUs."""
+    return np.asarray(keras.ops.convert_to_tensor(value))
+
+
+def give(variable: Any, array: Array) -> None:
+    """Assign an array that nobody else uses: on CPUs, JAX takes its memory."""
+    variable.assign(array)
+    large_arrays.give_back_after(array.nbytes)
 
 
 def memory_in_use() -> tuple[int, int] | None:

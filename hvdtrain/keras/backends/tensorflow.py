@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.watchdog import waits
 from hvdtrain.keras import basics
-from hvdtrain.keras.backends import HostWeight, on_update_step, wait_for_reports  # noqa: F401 - part of each backend
+from hvdtrain.keras.backends import Array, HostWeight, on_update_step, wait_for_reports  # noqa: F401 - part of each backend
 from hvdtrain.keras.reduction import GradientReduction, NoneCompressor, by_dtype, small_together
+from hvdtrain.system import large_arrays
 
 Tensor = Any
 
@@ -48,6 +50,20 @@ class BatchWeight(HostWeight):
             tf.IndexedSlices(v, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else v
             for g, v in zip(gradients, weighted, strict=True)
         ]
+
+
+def on_host(value: Any) -> Array:
+    """Return a variable's or a tensor's value as an array on the host, of its memory on CPUs."""
+    tensor = tf.convert_to_tensor(value)
+    if np.dtype(tensor.dtype.as_numpy_dtype).kind not in "biufc":  # bfloat16, of which there are no views
+        return np.asarray(tensor.numpy())
+    return np.asarray(memoryview(tensor))
+
+
+def give(variable: Any, array: Array) -> None:
+    """Assign an array, which is copied once."""
+    variable.assign(array)
+    large_arrays.give_back_after(array.nbytes)
 
 
 def memory_in_use() -> tuple[int, int] | None:

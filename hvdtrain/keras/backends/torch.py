@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 from keras.src.backend.torch.core import get_device
 from packaging.version import Version
@@ -13,7 +14,7 @@ from packaging.version import Version
 from hvdtrain.distributed import tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics
-from hvdtrain.keras.backends import HostWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
+from hvdtrain.keras.backends import Array, HostWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
 from hvdtrain.keras.ops import in_set
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 from hvdtrain.torch.reduction.memory import in_use
@@ -30,6 +31,19 @@ class BatchWeight(HostWeight):
         if self.value == 1.0:
             return list(gradients)
         return [g * self.value if self.value else torch.zeros_like(g) for g in gradients]
+
+
+def on_host(value: Any) -> Array:
+    """Return a variable's or a tensor's value as an array on the host, of its memory on CPUs."""
+    tensor = getattr(value, "value", value)
+    if not isinstance(tensor, Tensor) or tensor.dtype == torch.bfloat16:  # which NumPy lacks
+        return np.asarray(keras.ops.convert_to_numpy(value))
+    return tensor.detach().cpu().numpy()
+
+
+def give(variable: Any, array: Array) -> None:
+    """Assign an array, which is copied into the variable's memory, and nowhere else."""
+    variable.assign(torch.from_numpy(array) if array.dtype.kind in "biufc" else array)
 
 
 def memory_in_use() -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -26,7 +27,9 @@ from hvdtrain.distributed.division import Division
 from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras import basics, ops
+from hvdtrain.keras.backends import backend_module, room_for
 from hvdtrain.keras.reduction import GradientReduction
+from hvdtrain.system import large_arrays
 
 Array = NDArray[Any]
 
@@ -44,7 +47,7 @@ _STALE = (
 )
 
 BUCKET_BYTES = 2**23  # of weights that are gathered together
-_PIECE_BYTES = 2**21  # of a value that is divided
+_PIECE_BYTES = 2**21  # of a value that is divided or gathered
 
 
 class Slot(keras.Variable):
@@ -165,8 +168,8 @@ class Shards:
         begin, end = self.bounds(whole.size)
         return np.ascontiguousarray(whole.reshape(-1)[begin:end])
 
-    def divide_later(self, slot: Slot, read: Callable[[], Array]) -> None:
-        """Take the whole value that `read` returns, when `spread` divides it."""
+    def divide_later(self, slot: Slot, read: Callable[[int, int], Array]) -> None:
+        """Take the numbers that `read(first, last)` returns of the whole value, when `spread` divides it."""
         self._loaded.put(slot, read, number(self._iterations))
         self._gathered = _Whole()
 
@@ -188,30 +191,34 @@ class Shards:
         mine = [index for index, slot in enumerate(self.slots) if id(slot) in values] if is_root else None
         common: dict[str, Any] = {"name": "hvdtrain.shards.spread", "process_set": self.process_set}
         error: Exception | None = None
-        indices = ops.broadcast_object(mine, root_rank, **common)
-        for index in indices:
-            slot, whole = self.slots[index], None
+
+        def sent(slot: Slot, first: int, last: int) -> Array:
+            nonlocal error
             if is_root and error is None:
                 try:
                     value = values[id(slot)]
-                    whole = (value() if callable(value) else value).reshape(-1)
+                    return value(first, last) if callable(value) else value.reshape(-1)[first:last]  # type: ignore[no-any-return]
                 except Exception as caught:  # noqa: BLE001 - the other ranks wait
                     error = caught
-            keras.Variable.assign(slot, self._part_of(slot, whole, root_rank, common))
+            return np.zeros(last - first, slot.dtype)
+
+        indices = ops.broadcast_object(mine, root_rank, **common)
+        for slot in map(self.slots.__getitem__, indices):
+            backend_module().give(slot, self._part_of(slot, partial(sent, slot), root_rank, common))
         if indices:
             self.is_stale = False
             agreement.raise_on_all(
                 error, root_rank=root_rank, broadcast=lambda text: ops.broadcast_object(text, root_rank, **common)
             )
 
-    def _part_of(self, slot: Slot, whole: Array | None, root_rank: int, common: dict[str, Any]) -> Array:
-        """Return this rank's part of the root's value in one dimension, sent in pieces; a collective."""
+    def _part_of(self, slot: Slot, read: Callable[[int, int], Array], root_rank: int, common: dict[str, Any]) -> Array:
+        """Return this rank's part of the value that the root reads and sends in pieces; a collective."""
         dtype, numel = np.dtype(slot.dtype), math.prod(slot.whole_shape)
         begin, end = self.bounds(numel)
-        part, length = np.zeros(end - begin, dtype), _PIECE_BYTES // dtype.itemsize
+        part, length = room_for(slot), _PIECE_BYTES // dtype.itemsize
         for first in range(0, numel, length):
             last = min(first + length, numel)
-            piece = np.zeros(last - first, dtype) if whole is None else whole[first:last].astype(dtype)
+            piece = read(first, last).astype(dtype, copy=False)
             received = ops.call("broadcast", piece.view(np.uint8), root_rank, **common).view(dtype)
             low, high = max(begin, first), min(end, last)
             if low < high:
@@ -219,7 +226,7 @@ class Shards:
         return part
 
     def whole(self, slot: Slot, to: int | None) -> Array | None:
-        """Gather one slot on the host of a rank; a collective.
+        """Gather one slot on the host of a rank, in pieces; a collective.
 
         Args:
             slot: of this optimizer.
@@ -229,17 +236,26 @@ class Shards:
             An array of the weight's shape; None on other ranks.
         """
         common: dict[str, Any] = {"name": "hvdtrain.shards.gather", "process_set": self.process_set}
-        part = np.ascontiguousarray(keras.ops.convert_to_numpy(slot))
-        sent = part.view(np.uint8)
-        if to is None:
-            received = ops.call("allgather", sent, **common)
-        else:
-            splits = np.zeros(self.division.size, np.int32)
-            splits[to] = sent.size
-            received, _ = ops.call("alltoall", sent, splits, **common)
-            if to != self.rank:
-                return None
-        return received.view(part.dtype).reshape(slot.whole_shape)  # type: ignore[no-any-return]
+        part, size, numel = backend_module().on_host(slot), self.division.size, math.prod(slot.whole_shape)
+        # In a list, which is empty afterwards: TensorFlow's errors may keep this frame until garbage is collected.
+        found = [large_arrays.empty((numel,), part.dtype)] if to in (None, self.rank) else []
+        length, step = self.division.length(numel), max(1, _PIECE_BYTES // part.dtype.itemsize // size)
+        for begin in range(0, length, step):
+            sent = part[begin : begin + step].view(np.uint8)
+            if to is None:
+                received = ops.call("allgather", sent, **common)
+            else:
+                splits = np.zeros(size, np.int32)
+                splits[to] = sent.size
+                received, _ = ops.call("alltoall", sent, splits, **common)
+            if not found:
+                continue
+            pieces, done = received.view(part.dtype), 0
+            for first in range(begin, numel, length):  # of each rank, in their order
+                last = min(first + step, first - begin + length, numel)
+                found[0][first:last] = pieces[done : done + last - first]
+                done += last - first
+        return found.pop().reshape(slot.whole_shape) if found else None
 
     def gather(self, to: int | None) -> None:
         """Gather all slots, which `Slot.numpy` returns until the next step; a collective. See `whole`."""
@@ -271,7 +287,7 @@ class _Whole:
         self._values: dict[int, Any] = {}  # arrays, or functions that read them
         self._iterations = -1.0
 
-    def put(self, slot: Slot, value: Array | Callable[[], Array], iterations: float) -> None:
+    def put(self, slot: Slot, value: Array | Callable[[int, int], Array], iterations: float) -> None:
         """Add a value; forget those of another step."""
         if iterations != self._iterations:
             self._values, self._iterations = {}, iterations

@@ -9,6 +9,7 @@ import pytest
 import hvdtrain
 import hvdtrain.keras as hvd
 from hvdtrain.callbacks import Checkpoint, SyncCheck
+from hvdtrain.keras import shards, variables
 from hvdtrain.keras.shards import Slot
 
 BACKEND = keras.backend.backend()
@@ -189,6 +190,21 @@ def test_a_state_that_the_root_loads_is_divided_among_all_ranks(shared_tmp_path)
         again.load_state(state)
     again._sync.start()
     assert_equal(arrays(again.state()).values(), arrays(state).values(), 0)
+
+
+@everywhere
+@pytest.mark.three_ranks
+def test_values_that_are_sent_in_many_pieces_are_the_same(shared_tmp_path, monkeypatch):
+    trainer = fit(model(), adam(), epochs=1)
+    right = arrays(trainer.state(), "")
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(variables, "_PIECE_BYTES", 4000)
+    trainer.save(shared_tmp_path / "one")
+    options = {"optimizer": adam(), "loss": "mse", "shard": "optimizer"}
+    loaded = hvdtrain.Trainer.load(shared_tmp_path / "one", model(), **options)
+    for found in (arrays(trainer.state(), ""), arrays(loaded.state(), "")):
+        assert found.keys() == right.keys()
+        assert_equal(found.values(), right.values(), 0)
 
 
 def test_an_optimizer_with_a_state_keeps_it_when_weights_alone_are_loaded(shared_tmp_path):

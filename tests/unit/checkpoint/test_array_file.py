@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from hvdtrain.checkpoint import Contents, Draft, read
+from hvdtrain.checkpoint import Contents, Draft, read, scan, write
 from hvdtrain.checkpoint.array_file import ArrayFile, kind_of
 from hvdtrain.errors import CheckpointError
 from hvdtrain.system import safe_arrays
@@ -31,6 +31,18 @@ def test_a_file_has_the_bytes_of_safetensors_in_whatever_order_arrays_come(tmp_p
     entry = file.finish()
     assert (tmp_path / "a").read_bytes() == save(safe_arrays.encoded(arrays))
     assert entry.size == (tmp_path / "a").stat().st_size
+
+
+def test_pieces_of_stored_arrays_are_read_alone(tmp_path):
+    write(tmp_path / "one", Contents({"model": ARRAYS}, {}))
+    stored = scan(tmp_path / "one").arrays["model"].stored
+    assert stored.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        for first, last in ((0, array.size), (array.size // 3, array.size // 2), (array.size, array.size)):
+            piece = stored[name].read_piece(first, last)
+            assert piece.dtype == array.dtype
+            assert piece.tobytes() == array.reshape(-1)[first:last].tobytes()
+            assert piece.flags.writeable
 
 
 def draft(folder):
