@@ -22,6 +22,7 @@ LOADING = {"torch": 0.5, "jax": 2.0, "tensorflow": 2.0}[keras.backend.backend()]
 def make(width=WIDTH, **options):
     layers = [keras.layers.Dense(width, use_bias=False) for _ in range(LAYERS)]
     net = keras.Sequential([keras.Input((width,)), *layers])
+    net.get_weights()  # JAX computes initial values in the background until somebody reads them
     return net, {"optimizer": keras.optimizers.Adam(1e-4), "loss": "mse", "shard": "optimizer", **options}
 
 
