@@ -32,7 +32,7 @@ _FACTS = "facts of a rank: "
 
 
 def mlp() -> tuple[Any, Any, Any]:
-    """Return a perceptron of 20M parameters, with a batch."""
+    """Return a perceptron of 18M parameters, with a batch."""
     import torch
     from torch import nn
 

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +40,7 @@ ASYNC_COMPLETION = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # Blocks below are taken from the heap, which holds on to them; larger ones are mapped and returned.
 _SMALL_BLOCKS, _NEARLY_ALL_BLOCKS = 2**25, 2**30
+_LARGE_BLOCKS = 2**20  # mapped and returned in a training that frees its gradients within a step
 _QUOTA_AND_PERIOD = (
     ["/sys/fs/cgroup/cpu.max"],
     [f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us" for name in ("quota", "period")],
@@ -235,19 +236,36 @@ def keep_freed_memory(*, torch: bool) -> bool:
     faulted in again page by page: 20 of an MLP's 110 ms. HVDTRAIN_KEEP_MEMORY=0 and the user's own settings (MALLOC_*,
     GLIBC_TUNABLES) leave malloc alone.
     """
-    own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if own or os.environ.get(KEEP_MEMORY) == "0":
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-        os.confstr("CS_GNU_LIBC_VERSION")  # musl has a mallopt of no effect
-    except (AttributeError, OSError, ValueError):
+    mallopt = _mallopt()
+    if mallopt is None:
         return False
     # Older versions of glibc take no more than the second.
     done = any(mallopt(_M_MMAP_THRESHOLD, limit) == 1 for limit in (_NEARLY_ALL_BLOCKS, _SMALL_BLOCKS))
     if done and not torch:
         mallopt(_M_ARENA_MAX, 1)  # TensorFlow and JAX allocate on several threads, each with a heap that is given back
     return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
+
+
+def return_large_blocks() -> bool:
+    """Let glibc return freed blocks of a MiB or more to the system; return whether it does.
+
+    For a training that frees its gradients within a step: small blocks then take places in the memory that
+    `keep_freed_memory` holds, and the next gradients need new memory.
+    """
+    mallopt = _mallopt()
+    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCKS) == 1
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    """Return glibc's function; None where the user has chosen malloc's settings, or there is another malloc."""
+    own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if own or os.environ.get(KEEP_MEMORY) == "0":
+        return None
+    try:
+        os.confstr("CS_GNU_LIBC_VERSION")  # musl has a mallopt of no effect
+        return ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _has_room_for(ranks: int) -> bool:

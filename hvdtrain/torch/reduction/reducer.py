@@ -112,6 +112,8 @@ class Reducer:
     def scatter(self, shards: Shards) -> None:
         """Give each rank its part of each gradient only; called before the first backward pass."""
         self._scatter = Scatter(shards)
+        if shards.parameters[0].is_cpu:
+            tuning.return_large_blocks()
         units, self._units = self._units, []
         self._scatter.cover(param for unit in units for param in unit.params)
         for unit in units:

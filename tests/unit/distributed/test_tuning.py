@@ -377,3 +377,30 @@ def test_freed_memory_is_used_again_without_page_faults_unless_the_user_says_no(
     assert bool(done) is kept
     pages = 5 * 80_000_000 // os.sysconf("SC_PAGESIZE")
     assert (faults < pages // 100) is kept
+
+
+RETURNED = """
+import os
+import numpy as np
+from hvdtrain.distributed import tuning
+from hvdtrain.system import host_memory
+tuning.keep_freed_memory(torch=True)
+if int(os.environ["RETURNS"]):
+    tuning.return_large_blocks()
+first = [np.ones(500_000) for _ in range(20)]
+small = bytearray(1000)  # beside them
+before = host_memory.resident()
+first.clear()
+print(before - host_memory.resident())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+@pytest.mark.parametrize("returns", [True, False])
+def test_large_blocks_that_a_step_frees_are_returned_where_gradients_are_freed_in_it(returns):
+    clean = {name: value for name, value in os.environ.items() if name != tuning.KEEP_MEMORY}
+    run = subprocess.run(
+        [sys.executable, "-c", RETURNED],
+        env=clean | {"RETURNS": str(int(returns))}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert (int(run.stdout) > 70_000_000) is returns
