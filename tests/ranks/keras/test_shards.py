@@ -197,8 +197,8 @@ def test_a_state_that_the_root_loads_is_divided_among_all_ranks(shared_tmp_path)
 def test_values_that_are_sent_in_many_pieces_are_the_same(shared_tmp_path, monkeypatch):
     trainer = fit(model(), adam(), epochs=1)
     right = arrays(trainer.state(), "")
-    monkeypatch.setattr(shards, "_PIECE_BYTES", 4000)
-    monkeypatch.setattr(variables, "_PIECE_BYTES", 4000)
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 400)
+    monkeypatch.setattr(variables, "_PIECE_BYTES", 400)
     trainer.save(shared_tmp_path / "one")
     options = {"optimizer": adam(), "loss": "mse", "shard": "optimizer"}
     loaded = hvdtrain.Trainer.load(shared_tmp_path / "one", model(), **options)
