@@ -16,7 +16,7 @@ WIDTH, LAYERS = 2900, 3
 ARRAY = WIDTH * WIDTH * 4  # bytes
 PIECES = 0.5  # arrays; what is sent at once is copied several times
 # Torch reads and receives in the memory of variables; JAX and TensorFlow replace a variable's memory.
-LOADING = {"torch": 0.5, "jax": 2.0, "tensorflow": 2.0}[keras.backend.backend()]
+LOADING = {"torch": 0.5, "jax": 3.0, "tensorflow": 3.0}[keras.backend.backend()]
 
 
 def make(width=WIDTH, **options):

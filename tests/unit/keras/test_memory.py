@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 
 import keras
 import numpy as np
@@ -10,16 +10,18 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain.distributed.watchdog import tracebacks
+from hvdtrain.keras import memory
 from hvdtrain.telemetry import rank_memory
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(autouse=True)
-def alone_in_script():
-    """Let nothing speak for this process, before and afterwards."""
+def alone_in_script(monkeypatch):
+    """Let nothing speak for this process, before and afterwards, and other tests' models not count."""
     rank_memory.forget()
-    gc.collect()  # other tests' models
+    monkeypatch.setattr(memory, "_models", weakref.WeakSet())
+    monkeypatch.setattr(memory, "_optimizers", weakref.WeakSet())
     yield
     rank_memory.forget()
 
