@@ -9,9 +9,10 @@ framework's affair.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ _OTHERS = (
 Bytes = NDArray[np.uint8]
 Key = tuple[int, int, str]  # the optimizer, the place of the weight, the entry's name
 Parts = dict[Key, Bytes]  # of one rank
+Kind = TypeVar("Kind", bound="Shards")
 
 
 @dataclass(frozen=True)
@@ -63,28 +65,49 @@ class Held:
     itemsize: int = 0
 
 
-class ShardedState(Protocol):
-    """The state of one optimizer, in shards."""
+class Shards(Protocol):
+    """A framework's shards of one optimizer's state.
 
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """The number of ranks for which parts are divided, and this process's rank."""
+    Attributes:
+        division: the parts of the present ranks.
+        rank: this process's.
+        is_stale: True if this rank's parts are those of an elastic job's earlier ranks.
+    """
 
-    @property
-    def is_global(self) -> bool:
-        """True if these are all ranks."""
-
-    @property
-    def is_stale(self) -> bool:
-        """True if this rank's parts are those of an elastic job's earlier ranks."""
-
-    @property
-    def numels(self) -> list[int]:
-        """The numbers in each weight, in an order that is equal on all ranks."""
+    division: Division
+    rank: int
+    is_stale: bool
 
     def follow_ranks(self) -> None:
         """Divide by the present ranks from now on."""
 
+
+class ShardedState(ABC, Generic[Kind]):
+    """The state of one optimizer, in shards whose parts are bytes.
+
+    Args:
+        shards: the framework's.
+    """
+
+    def __init__(self, shards: Kind) -> None:
+        self.shards = shards
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """The number of ranks for which parts are divided, and this process's rank."""
+        return self.shards.division.size, self.shards.rank
+
+    @property
+    @abstractmethod
+    def is_global(self) -> bool:
+        """True if these are all ranks."""
+
+    @property
+    @abstractmethod
+    def numels(self) -> list[int]:
+        """The numbers in each weight, in an order that is equal on all ranks."""
+
+    @abstractmethod
     def copies(self) -> Iterator[Held]:
         """Yield copies of all that this rank holds, in an order that is equal on all ranks.
 
@@ -92,6 +115,7 @@ class ShardedState(Protocol):
             HvdTrainError: the state is stale.
         """
 
+    @abstractmethod
     def put(self, held: Iterable[Held]) -> None:
         """Replace the state by copies of these entries."""
 
@@ -172,7 +196,7 @@ class ShardCommits:
         collectives: the framework's.
     """
 
-    def __init__(self, states: Callable[[], Sequence[ShardedState]], collectives: Collectives) -> None:
+    def __init__(self, states: Callable[[], Sequence[ShardedState[Any]]], collectives: Collectives) -> None:
         self._get_states, self._all = states, collectives
         self._commits: dict[int, Commit] = {}
         self._number = 0  # of the commit to which this rank's other state belongs; 0 for none
@@ -245,12 +269,12 @@ class ShardCommits:
         if not states:
             return False
         for each in states:
-            each.follow_ranks()
+            each.shards.follow_ranks()
         rank, size = self._all.rank(), self._all.size()
         own = self._commits.get(self._number)
         held = {number: sorted(commit.parts) for number, commit in self._commits.items()}
         layout = own.layout if own is not None and rank == 0 else None
-        mine = wanted, held, layout, any(each.is_stale for each in states), self._numels
+        mine = wanted, held, layout, any(each.shards.is_stale for each in states), self._numels
         everyones = self._all.allgather_object(mine, "shards.commits")
         for number, (*_, theirs) in enumerate(everyones):
             if theirs != everyones[0][-1]:
@@ -287,7 +311,7 @@ class ShardCommits:
 
     # Parts
 
-    def _begin(self) -> Sequence[ShardedState]:
+    def _begin(self) -> Sequence[ShardedState[Any]]:
         """Return the sharded states, whose weights may be others than before."""
         self._states = self._get_states()
         self._numels = [each.numels for each in self._states]

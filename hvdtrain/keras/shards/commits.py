@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.distributed.shard_commits import Bytes, Held, ShardCommits
+from hvdtrain.distributed.shard_commits import Bytes, Held, ShardCommits, ShardedState
 from hvdtrain.keras import basics, ops
 from hvdtrain.keras.shards import Shards, shards_of
 
@@ -19,37 +19,25 @@ def commits_of(variables: Callable[[], Iterable[Any]]) -> ShardCommits:
     return ShardCommits(lambda: [_State(each) for each in shards_of(list(variables()))], _Collectives())
 
 
-class _State:
-    """Shards, whose parts are bytes; each slot variable is a weight of one entry."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self.follow_ranks = shards.follow_ranks
-
-    @property
-    def ranks(self) -> tuple[int, int]:
-        return self._shards.division.size, self._shards.rank
+class _State(ShardedState[Shards]):
+    """Each slot variable is a weight of one entry."""
 
     @property
     def is_global(self) -> bool:
-        return self._shards.division.size == basics.size()
-
-    @property
-    def is_stale(self) -> bool:
-        return self._shards.is_stale
+        return self.shards.division.size == basics.size()
 
     @property
     def numels(self) -> list[int]:
-        return [math.prod(slot.whole_shape) for slot in self._shards.slots]
+        return [math.prod(slot.whole_shape) for slot in self.shards.slots]
 
     def copies(self) -> Iterator[Held]:
-        self._shards.check_ranks()
-        for place, slot in enumerate(self._shards.slots):
+        self.shards.check_ranks()
+        for place, slot in enumerate(self.shards.slots):
             part = np.array(keras.ops.convert_to_numpy(slot))
             yield Held(place, "", None, part.view(np.uint8), part.itemsize)
 
     def put(self, held: Iterable[Held]) -> None:
-        self._shards.put({each.place: each.part for each in held if each.part is not None})
+        self.shards.put({each.place: each.part for each in held if each.part is not None})
 
 
 class _Collectives:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.distributed.shard_commits import Bytes, Held, ShardCommits
+from hvdtrain.distributed.shard_commits import Bytes, Held, ShardCommits, ShardedState
 from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.functions import allgather_object
 from hvdtrain.torch.ops.gather_ops import alltoall_async
@@ -22,32 +22,20 @@ def commits_of(shards: Callable[[], Sequence[Shards]]) -> ShardCommits:
     return ShardCommits(lambda: [_State(each) for each in shards()], _Collectives())
 
 
-class _State:
-    """Shards, whose parts are bytes."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self.follow_ranks = shards.follow_ranks
-
-    @property
-    def ranks(self) -> tuple[int, int]:
-        return self._shards.division.size, self._shards.rank
+class _State(ShardedState[Shards]):
+    """Entries are those of `optimizer.state`."""
 
     @property
     def is_global(self) -> bool:
-        return engine.is_global(self._shards.process_set)
-
-    @property
-    def is_stale(self) -> bool:
-        return self._shards.is_stale
+        return engine.is_global(self.shards.process_set)
 
     @property
     def numels(self) -> list[int]:
-        return [parameter.numel() for parameter in self._shards.parameters]
+        return [parameter.numel() for parameter in self.shards.parameters]
 
     def copies(self) -> Iterator[Held]:
-        self._shards.adopt()
-        for place, name, value, is_part in self._shards.parts():
+        self.shards.adopt()
+        for place, name, value, is_part in self.shards.parts():
             if is_part:
                 part = value.detach().to("cpu", copy=True)
                 yield Held(place, name, value.dtype, part.view(torch.uint8).numpy(), value.element_size())
@@ -57,8 +45,8 @@ class _State:
                 yield Held(place, name, (deepcopy(value), False))
 
     def put(self, held: Iterable[Held]) -> None:
-        weights = self._shards.parameters
-        self._shards.put_parts((each.place, each.name, _value(each, weights[each.place].device)) for each in held)
+        weights = self.shards.parameters
+        self.shards.put_parts((each.place, each.name, _value(each, weights[each.place].device)) for each in held)
 
 
 def _value(held: Held, device: torch.device) -> Any:
