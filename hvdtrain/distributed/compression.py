@@ -6,12 +6,8 @@ A framework's folder makes the compressor for a scheme. Types ("none", "fp16", "
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 BLOCK, LARGEST = 256, 127.0  # of int8: numbers that share a scale, and the largest integer
 # What a rank gives one alltoall, about, and at least for each other rank. TCP sends a large message at once: it fills
@@ -130,11 +126,6 @@ def shards(items: int, ranks: int, *, each_bytes: int) -> list[int]:
     most = max(_LEAST_BYTES, _SLICE_BYTES // ranks) // each_bytes
     rest = max(1, -(-items // ranks))
     return [min(most, rest - begin) for begin in range(0, rest, most)]
-
-
-def first_directions(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return a parameter's first Q of PowerSGD: random numbers, the same on all ranks, in each run and framework."""
-    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, dtype=np.float32)
 
 
 def parse(given: Any) -> Scheme | str:

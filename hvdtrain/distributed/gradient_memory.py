@@ -5,6 +5,7 @@ With strategies in which ranks step alone, the changes of weights between two ex
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -108,3 +109,8 @@ class ArrayMemory(Memory[NDArray[Any]]):
     def from_array(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return a copy."""
         return np.array(array)
+
+
+def first_directions(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return a parameter's first Q of PowerSGD: random numbers, the same on all ranks, in each run and framework."""
+    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, dtype=np.float32)

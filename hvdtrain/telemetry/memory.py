@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hvdtrain.distributed.compression import TYPES
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.system import host_memory
 from hvdtrain.system.quantities import format_size
@@ -151,8 +152,6 @@ class Use:
 
     def options_for(self, part: str) -> list[Option]:
         """Return the options that would shrink a part, and do not do so already."""
-        from hvdtrain.distributed.compression import TYPES  # numpy, which `hvdtrain --help` does without
-
         found = (*OPTIONS, _WITHOUT_ERRORS) if self.options.get("compression", "none") not in TYPES else OPTIONS
         return [o for o in found if self._way(o) and part in o.shrinks and part not in self._shrunk_by(o.name)]
 

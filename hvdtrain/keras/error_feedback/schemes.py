@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.distributed.compression import BLOCK, LARGEST, STEPS, Int8, PowerSGD, Q, Scheme, TopK, first_directions
-from hvdtrain.distributed.gradient_memory import ERROR, ArrayMemory
+from hvdtrain.distributed.compression import BLOCK, LARGEST, STEPS, Int8, PowerSGD, Q, Scheme, TopK
+from hvdtrain.distributed.gradient_memory import ERROR, ArrayMemory, first_directions
 
 Array = NDArray[Any]
 Wait = Callable[[], Array]  # for a collective

@@ -13,7 +13,7 @@ import hvdtrain
 import hvdtrain.keras as hvd
 from hvdtrain.callbacks import Callback, Checkpoint, SyncCheck
 from hvdtrain.data import sharding
-from hvdtrain.distributed.compression import first_directions
+from hvdtrain.distributed.gradient_memory import first_directions
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.keras.weight_access import WeightAccess
 

@@ -13,7 +13,7 @@ from test_error_feedback import SCHEMES, Wide, flat
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint
-from hvdtrain.distributed import compression, rank_state
+from hvdtrain.distributed import gradient_memory, rank_state
 from hvdtrain.torch.reduction.weight_access import WeightAccess
 from hvdtrain.training import elastic
 
@@ -98,7 +98,7 @@ def powersgd(wholes, state):
                 mine[name] = np.zeros_like(like)
             continue
         q = state.get(name)
-        q = compression.first_directions(f"sync/{name}", (columns, 1)) if q is None else q
+        q = gradient_memory.first_directions(f"sync/{name}", (columns, 1)) if q is None else q
         p = np.mean([each @ q for each in matrices], 0)
         p /= np.linalg.norm(p)
         own = [each.T @ p for each in matrices]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.distributed.compression import STEPS, PowerSGD, Q, first_directions
-from hvdtrain.distributed.gradient_memory import ERROR
+from hvdtrain.distributed.compression import STEPS, PowerSGD, Q
+from hvdtrain.distributed.gradient_memory import ERROR, first_directions
 from hvdtrain.torch.ops import pack
 from hvdtrain.torch.ops.compression.memory import ErrorFeedback
 from hvdtrain.torch.ops.submit import Reduction, submit
