@@ -24,6 +24,7 @@ from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.keras import activations, delayed, trained, training_state
+from hvdtrain.keras.backends import number
 from hvdtrain.keras.exchange import ALONE, EVERY_STEP
 from hvdtrain.keras.losses import are_sums, as_global_sums, check_losses
 from hvdtrain.keras.masks import MaskedSteps
@@ -36,7 +37,7 @@ from hvdtrain.keras.overrides import STEPS, overrides
 from hvdtrain.keras.own_logs import OwnLogs
 from hvdtrain.keras.shards import check as check_sharded
 from hvdtrain.keras.shards.commits import commits_of
-from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables, number
+from hvdtrain.keras.training_state import StepSnapshot, assign, build_optimizer, copies, metric_variables
 from hvdtrain.keras.variables import broadcast_model, broadcast_variables
 from hvdtrain.keras.weight_access import WeightAccess
 from hvdtrain.keras.wrapping import adopt_optimizer

@@ -11,7 +11,8 @@ import keras
 
 from hvdtrain.distributed import world
 from hvdtrain.distributed.data_ranks import DataRanks
-from hvdtrain.keras.training_state import build_optimizer, number
+from hvdtrain.keras.backends import number
+from hvdtrain.keras.training_state import build_optimizer
 from hvdtrain.keras.variables import broadcast_model, sync_from_jax
 from hvdtrain.system import scratch
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvdtrain.adapter import Fault, HostArrays, Options, ShardedArray, State, host_arrays
 from hvdtrain.checkpoint import Kind
 from hvdtrain.keras import trained
-from hvdtrain.keras.backends import backend_module, room_for
+from hvdtrain.keras.backends import backend_module, number, room_for
 from hvdtrain.keras.model_optimizers import other_optimizers
 from hvdtrain.keras.optimizer import distributed_part
 from hvdtrain.keras.shards import Slot, whole_shape
@@ -358,8 +358,3 @@ class StepSnapshot:
         for variable, value in self._before:
             variable.assign(value)
         return Fault(reduced, own if counted else None, total / count if count else float("nan"))
-
-
-def number(value: Any) -> float:
-    """Return a scalar on the host."""
-    return float(keras.ops.convert_to_numpy(value))

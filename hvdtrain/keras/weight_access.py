@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from hvdtrain.distributed.gradient_memory import CHANGE
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
+from hvdtrain.keras.backends import number
 from hvdtrain.keras.error_feedback import ErrorFeedback
 from hvdtrain.keras.model_optimizers import all_optimizers
 from hvdtrain.keras.reduction import GradientReduction, identity
-from hvdtrain.keras.training_state import assign, copies, number, weights_by_name
+from hvdtrain.keras.training_state import assign, copies, weights_by_name
 
 Array = NDArray[Any]
 

@@ -42,6 +42,11 @@ def backend_module() -> Any:
     return importlib.import_module(f"hvdtrain.keras.backends.{name}")
 
 
+def number(value: Any) -> float:
+    """Return a scalar on the host."""
+    return float(keras.ops.convert_to_numpy(value))
+
+
 def room_for(variable: Any) -> Array:
     """Return where to write a value for `give`: in the variable's memory, if it may be changed there."""
     value = np.require(backend_module().on_host(variable), requirements="C")

@@ -27,7 +27,7 @@ from hvdtrain.distributed.division import Division
 from hvdtrain.distributed.launch_environment import count_ranks
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.keras import basics, ops
-from hvdtrain.keras.backends import backend_module, room_for
+from hvdtrain.keras.backends import backend_module, number, room_for
 from hvdtrain.keras.reduction import GradientReduction
 from hvdtrain.system import large_arrays
 
@@ -328,8 +328,3 @@ def whole_shape(variable: Any) -> tuple[int, ...]:
 def shards_of(variables: Sequence[Any]) -> list[Shards]:
     """Return the shards whose slots are among variables, in their order."""
     return list({id(v.shards): v.shards for v in variables if isinstance(v, Slot)}.values())
-
-
-def number(value: Any) -> float:
-    """Return a scalar on the host."""
-    return float(keras.ops.convert_to_numpy(value))

@@ -107,12 +107,18 @@ def show(plan: Plan, console: Console) -> None:
         console.print(_COSTS)
 
 
-def _strategies(found: Sequence[StrategyForecast], plan: Plan) -> Table:
+def _choices(what: str, plan: Plan, last: str) -> Table:
+    """Return a table of the Trainer's choices, without rows; `last` heads its last column."""
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", title_style="")
-    table.title = f"\nStrategies of synchronization, on {plan.forecasts[-1].ranks} ranks:\n"
+    table.title = f"\n{what}, on {plan.forecasts[-1].ranks} ranks:\n"
     table.add_column("Trainer(...)", no_wrap=True)
-    for heading in ("sent a step", "step", "efficiency"):
+    for heading in ("sent a step", "step", last):
         table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _strategies(found: Sequence[StrategyForecast], plan: Plan) -> Table:
+    table = _choices("Strategies of synchronization", plan, "efficiency")
     best = wanted(found)
     for each in found:
         cells = (each.name, format_size(each.sent_bytes), format_time(each.step_s), _percent(each.efficiency))
@@ -127,11 +133,7 @@ _COSTS = (
 
 
 def _compressions(found: Sequence[CompressionForecast], plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left", title_style="")
-    table.title = f"\nGradients in fewer bytes, on {plan.forecasts[-1].ranks} ranks:\n"
-    table.add_column("Trainer(...)", no_wrap=True)
-    for heading in ("sent a step", "step", "pays below"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _choices("Gradients in fewer bytes", plan, "pays below")
     for each in found:
         link = "never" if each.pays_below is None else f"{three_digits(each.pays_below * 8 / 1e9)} Gb/s"
         table.add_row(each.name, format_size(each.sent_bytes), format_time(each.step_s), link)

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from in_process import assert_refused, plan
 from in_process import document as rows
-from in_process import plan
 
 from hvdtrain.cli.plan import rank_counts
 from hvdtrain.tools.plan.model import read_measured
@@ -116,12 +116,7 @@ def test_a_measured_step_is_taken_from_a_file_and_options_win(
 def test_bad_input_is_one_clear_line_and_exit_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert plan(monkeypatch, *arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    (line,) = output.err.splitlines()
-    assert line.startswith("hvdtrain plan: ")
-    assert message in line
+    assert_refused(monkeypatch, capsys, arguments, message)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import document, plan
+from in_process import assert_refused, document, plan
 
 from hvdtrain.telemetry.memory import Parts
 from hvdtrain.tools.plan.memory import MemoryPlan
@@ -128,9 +128,4 @@ def test_what_bench_measured_is_read(
 def test_bad_input_is_one_clear_line_and_exit_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert plan(monkeypatch, *arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    (line,) = output.err.splitlines()
-    assert line.startswith("hvdtrain plan: ")
-    assert message in line
+    assert_refused(monkeypatch, capsys, arguments, message)
