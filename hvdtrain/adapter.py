@@ -210,7 +210,7 @@ class State:
     pending: frozenset[str] = frozenset()  # arrays of an update that is still to be made
     # Arrays that are not in `arrays`. Names and order are equal on all ranks, which gather them one after the other.
     sharded: dict[str, ShardedArray] = field(default_factory=dict)
-    elsewhere: frozenset[str] = frozenset()  # arrays that `load_state` is not given, because `ShardCommits` has them
+    elsewhere: frozenset[str] = frozenset()  # arrays that `load_state` is not given: ranks keep their parts of them
 
     def kind(self, name: str) -> Kind:
         """Return the shape and type of one of `arrays`, which is not read."""

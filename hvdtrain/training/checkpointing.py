@@ -260,16 +260,14 @@ def load(directory: Any, sync: Synchronizer, *, lr_factor: float, world: World) 
 def load_weights(directory: Any, sync: Synchronizer, *, world: World) -> None:
     """Load the weights and buffers of a checkpoint on the root; `sync.start` gives them to the others."""
     now = _state(sync, world)
-    whole = {name: each.gather(False) for name, each in now.sharded.items()}  # a collective; None but on the root
 
     def read() -> None:
         place, contents = _read(directory)
         optimizer = host_arrays(now.arrays).only(lambda name: not name.startswith("model."))
-        optimizer |= {name: array for name, array in whole.items() if array is not None}
         weights = host_arrays(packing.unpack(_with_frozen(place, contents, now)).arrays)
         weights = weights.only(lambda name: name.startswith("model."))
         try:
-            sync.load_state(State(optimizer | weights, now.meta))
+            sync.load_state(State(optimizer | weights, now.meta, elsewhere=frozenset(now.sharded)))
         except ValueError as error:
             raise CheckpointError(f"Checkpoint {place} is of another model: {error}") from error
 

@@ -191,10 +191,13 @@ def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> Non
     for name, (optimizer, scaler) in optimizers.items():
         prefix = _prefix(name)
         own = {key.removeprefix(prefix): key for key in arrays if key.startswith(prefix)}
-        _restore_optimizer(arrays.renamed(own), metas[name], optimizer, scaler)
+        keeps = any(key.startswith(prefix) for key in state.elsewhere)
+        _restore_optimizer(arrays.renamed(own), metas[name], optimizer, scaler, keeps_shards=keeps)
 
 
-def _restore_optimizer(arrays: HostArrays, meta: dict[str, Any], optimizer: Any, scaler: Any) -> None:
+def _restore_optimizer(
+    arrays: HostArrays, meta: dict[str, Any], optimizer: Any, scaler: Any, *, keeps_shards: bool
+) -> None:
     entries: dict[int, dict[str, Any]] = {int(index): deepcopy(values) for index, values in meta["optimizer"].items()}
     sharded: Shards | None = optimizer.__dict__.get("_hvd_shards")
     parameters, types = parameters_of(optimizer), meta.get("types", {})
@@ -214,8 +217,10 @@ def _restore_optimizer(arrays: HostArrays, meta: dict[str, Any], optimizer: Any,
         for group, old in zip(_state_dict(optimizer)["param_groups"], meta["groups"], strict=True)
     ]
     if sharded is not None:
-        optimizer.load_state_dict({"state": {}, "param_groups": groups})
-        sharded.load(entries)
+        with sharded.set_aside() if keeps_shards else nullcontext():
+            optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        if not keeps_shards:
+            sharded.load(entries)
         types = {}
     else:
         optimizer.load_state_dict({"state": entries, "param_groups": groups})

@@ -10,7 +10,7 @@ import hvdtrain
 import hvdtrain.keras as hvd
 from hvdtrain.callbacks import Checkpoint, SyncCheck
 from hvdtrain.keras import shards, variables
-from hvdtrain.keras.shards import Slot
+from hvdtrain.keras.shards import Shards, Slot
 
 BACKEND = keras.backend.backend()
 # Where XLA or TensorFlow fuses the update of a part in another way, last bits differ.
@@ -207,14 +207,16 @@ def test_values_that_are_sent_in_many_pieces_are_the_same(shared_tmp_path, monke
         assert_equal(found.values(), right.values(), 0)
 
 
-def test_an_optimizer_with_a_state_keeps_it_when_weights_alone_are_loaded(shared_tmp_path):
+def test_an_optimizer_with_a_state_keeps_it_when_weights_alone_are_loaded(shared_tmp_path, monkeypatch):
     fit(model(), adam(), epochs=1).save(shared_tmp_path / "one")
     net, optimizer = model(), adam()
     optimizer.build(net.trainable_variables)
     for variable in optimizer.variables[2:]:  # after the counter and the learning rate
         variable.assign(np.full(variable.shape, 0.5, np.float32))
     options = {"optimizer": optimizer, "loss": "mse", "shard": "optimizer"}
-    trainer = hvdtrain.Trainer.load(shared_tmp_path / "one", net, weights_only=True, **options)
+    with monkeypatch.context() as patched:
+        patched.setattr(Shards, "whole", None)  # no rank gathers the state: it may have no room for it
+        trainer = hvdtrain.Trainer.load(shared_tmp_path / "one", net, weights_only=True, **options)
     held = [array for array in arrays(trainer.state()).values() if array.ndim]
     assert held
     assert all((array == 0.5).all() for array in held)
