@@ -117,6 +117,7 @@ class Shards:
         slot.shards, slot.whole_shape = self, tuple(int(n) for n in weight.shape)
         slot.initial = keras.initializers.get(initializer)
         self.slots.append(slot)
+        large_arrays.give_back_after((end - begin) * np.dtype(dtype).itemsize)  # TensorFlow copies initial values
         return slot
 
     def follow_ranks(self) -> None:

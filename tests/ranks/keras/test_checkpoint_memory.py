@@ -9,6 +9,7 @@ from peak_memory import Measured, arrays_of
 
 import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint
+from hvdtrain.distributed import tuning
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.every_backend]
 
@@ -16,7 +17,7 @@ WIDTH, LAYERS = 2900, 3
 ARRAY = WIDTH * WIDTH * 4  # bytes
 PIECES = 0.5  # arrays; what is sent at once is copied several times
 # Torch reads and receives in the memory of variables; JAX and TensorFlow replace a variable's memory.
-LOADING = {"torch": 0.5, "jax": 3.0, "tensorflow": 3.0}[keras.backend.backend()]
+LOADING = {"torch": 0.5, "jax": 2.0, "tensorflow": 3.0}[keras.backend.backend()]
 
 
 def make(width=WIDTH, **options):
@@ -33,7 +34,11 @@ def fit(trainer, *callbacks, epochs=1):
 
 @pytest.fixture
 def world():
-    return hvdtrain.init()
+    world = hvdtrain.init()
+    if keras.backend.backend() == "tensorflow":
+        # Else it depends on where small blocks lie whether glibc can use a freed array's memory again.
+        tuning.return_large_blocks()
+    return world
 
 
 def test_saving_shards_takes_the_memory_of_one_array_on_rank_0(world, shared_tmp_path):
