@@ -202,6 +202,18 @@ def allreduce_in_place(array: Array, *, process_set: Any | None = None, **option
     return lambda: module.synchronize(handle).numpy()
 
 
+def broadcast_in_place(
+    array: Array, root_rank: int, *, process_set: Any | None = None, **options: Any
+) -> Callable[[], Any]:
+    """Start to replace a contiguous, writeable array by the root's; return a function that waits until it is there."""
+    module: Any = basics.running()
+    if module is None or module.__name__ != "horovod.torch":
+        array[...] = call("broadcast", array, root_rank, process_set=process_set, **options)
+        return lambda: array
+    handle = module.broadcast_async_(_torch_tensor(array), root_rank, **in_set(process_set), **options)
+    return lambda: module.synchronize(handle)
+
+
 def begin(kind: str, array: Array, *, process_set: Any | None = None, **options: Any) -> Callable[[], Array]:
     """Start a collective of one result on `array`, which may be overwritten; return a function that waits for it.
 

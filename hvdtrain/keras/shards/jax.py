@@ -11,16 +11,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import io_callback
+from numpy.typing import NDArray
 
 from hvdtrain.distributed.buckets import fill_in_order
 from hvdtrain.distributed.division import Division
 from hvdtrain.distributed.recorder import recorder
-from hvdtrain.keras import ops
+from hvdtrain.keras import basics, ops
 from hvdtrain.keras.backends import jax as backend
 from hvdtrain.keras.reduction import by_dtype
 from hvdtrain.keras.shards import BUCKET_BYTES, Shards
 
 Tensor = Any
+Array = NDArray[Any]
 
 
 class _Part:
@@ -58,14 +60,11 @@ def step(
     parts = [_Part(v, v.value.reshape(-1)[begin:end]) for v, (begin, end) in zip(variables, bounds, strict=True)]
     update([g.reshape(-1)[begin:end] for g, (begin, end) in zip(gradients, bounds, strict=True)], parts)
     shapes = [jax.ShapeDtypeStruct(v.shape, part.value.dtype) for v, part in zip(variables, parts, strict=True)]
-    dtypes = [shape.dtype.name for shape in shapes]
-    buckets = by_dtype(fill_in_order([math.prod(s.shape) * s.dtype.itemsize for s in shapes], BUCKET_BYTES), dtypes)
     # The callback holds no traced value but its arguments: JAX may run it long after this trace is gone.
-    name = f"{optimizer._prefix}.weights"
-    on_host = functools.partial(_gather, division, shards.process_set, name, buckets, [s.shape for s in shapes])
+    wholes_of = functools.partial(_gather, division, shards.process_set, f"{optimizer._prefix}.weights", shapes)
 
     def gather(values: list[Tensor]) -> Any:
-        return io_callback(on_host, shapes, *values, ordered=True)
+        return io_callback(wholes_of, shapes, *values, ordered=True)
 
     def unchanged(values: list[Tensor]) -> list[Tensor]:
         return [v.value for v in variables]
@@ -77,36 +76,57 @@ def step(
 
 @recorder.waiting()
 def _gather(
-    division: Division,
-    process_set: Any,
-    name: str,
-    buckets: Sequence[Sequence[int]],
-    shapes: Sequence[tuple[int, ...]],
-    *parts: Any,
-) -> list[Any]:
-    """Return whole weights of all ranks' parts, gathered in buckets, of which two are in flight."""
-    lengths = [division.length(math.prod(shape)) for shape in shapes]
-    found: list[Any] = [None] * len(parts)
+    division: Division, process_set: Any, name: str, shapes: Sequence[jax.ShapeDtypeStruct], *parts: Any
+) -> list[Array]:
+    """Return whole weights of all ranks' parts."""
+    arrays, found = [np.asarray(part) for part in parts], [np.empty(math.prod(s.shape), s.dtype) for s in shapes]
+    is_large = [division.is_broadcast(whole.size, whole.itemsize) for whole in found]
+    waits = [
+        wait
+        for i in (i for i, is_one in enumerate(is_large) if is_one)
+        for wait in _broadcast(division, process_set, f"{name}.{i}", arrays[i], found[i])
+    ]
+    small = [i for i, is_one in enumerate(is_large) if not is_one]
+    _gather_small(division, process_set, name, [arrays[i] for i in small], [found[i] for i in small])
+    for wait in waits:
+        wait()
+    return [whole.reshape(s.shape) for whole, s in zip(found, shapes, strict=True)]
+
+
+def _broadcast(division: Division, process_set: Any, name: str, part: Array, whole: Array) -> list[Callable[[], Any]]:
+    """Start to send each part of a weight from its rank, into the whole."""
+    waits, ranks = [], range(division.size) if process_set is None else process_set.ranks
+    for index, root in enumerate(ranks):
+        begin, end = division.bounds(whole.size, index)
+        if root == basics.rank():
+            whole[begin:end] = part
+        if begin < end:
+            room = whole[begin:end].view(np.uint8)  # Horovod does not know bfloat16
+            waits.append(ops.broadcast_in_place(room, root, name=f"{name}.{root}", process_set=process_set))
+    return waits
+
+
+def _gather_small(division: Division, process_set: Any, name: str, parts: list[Array], wholes: list[Array]) -> None:
+    """Gather weights in buckets, of which two are in flight."""
+    lengths = [division.length(whole.size) for whole in wholes]
     in_flight: deque[tuple[Sequence[int], Callable[[], Any]]] = deque()
 
     def put() -> None:
         bucket, wait = in_flight.popleft()
-        rows = wait().view(np.asarray(parts[bucket[0]]).dtype).reshape(division.size, -1)
+        rows = wait().view(parts[bucket[0]].dtype).reshape(division.size, -1)
         columns = np.split(rows, np.cumsum([lengths[i] for i in bucket])[:-1], axis=1)
         for i, column in zip(bucket, columns, strict=True):
-            found[i] = column.reshape(-1)[: math.prod(shapes[i])].reshape(shapes[i])
+            wholes[i][:] = column.reshape(-1)[: wholes[i].size]
 
+    buckets = by_dtype(fill_in_order([w.nbytes for w in wholes], BUCKET_BYTES), [part.dtype.name for part in parts])
     for number, bucket in enumerate(buckets):
         if len(in_flight) == 2:
             put()
-        arrays = [np.asarray(parts[i]) for i in bucket]
-        sent = np.zeros(sum(lengths[i] for i in bucket), arrays[0].dtype)
+        sent = np.zeros(sum(lengths[i] for i in bucket), parts[bucket[0]].dtype)
         begins = np.cumsum([0, *(lengths[i] for i in bucket)])
-        for begin, array in zip(begins, arrays, strict=False):
-            sent[begin : begin + array.size] = array
-        # As bytes: Horovod does not know bfloat16.
-        wait = ops.begin("allgather", sent.view(np.uint8), name=f"{name}.{number}", process_set=process_set)
+        for begin, i in zip(begins, bucket, strict=False):
+            sent[begin : begin + parts[i].size] = parts[i]
+        wait = ops.begin("allgather", sent.view(np.uint8), name=f"{name}.bucket.{number}", process_set=process_set)
         in_flight.append((bucket, wait))
     while in_flight:
         put()
-    return found

@@ -15,26 +15,17 @@ from hvdtrain.torch.ops.gather_ops import allgather_async, broadcast_async_
 from hvdtrain.torch.reduction.division import Division, flat
 
 _BUCKET_BYTES = 2**23  # of weights that are gathered together
-# On so few ranks, a weight with parts of so many bytes is sent by a broadcast of each part: in place, and in half the
-# time of an allgather on CPUs (2 ms instead of 4 for 16 MiB over two ranks and MPI).
-_BROADCASTS = 8
-_BROADCAST_BYTES = 2**16
 
 
 def publish(weights: Sequence[Tensor], division: Division, process_set: Any) -> None:
     """Replace each rank's part of the weights by that of the rank that has updated it; a collective."""
-    large = [p for p in weights if _is_broadcast(p, division)]
+    large = [p for p in weights if division.is_broadcast(p.numel(), p.element_size())]
     in_place = [
         handle for index, p in enumerate(large) for handle in _broadcast(p, f"shards.{index}", division, process_set)
     ]
-    _gather([p for p in weights if not _is_broadcast(p, division)], division, process_set)
+    _gather([p for p in weights if not division.is_broadcast(p.numel(), p.element_size())], division, process_set)
     for handle in in_place:
         handle.wait()
-
-
-def _is_broadcast(parameter: Tensor, division: Division) -> bool:
-    part_bytes = division.length(parameter.numel()) * parameter.element_size()
-    return division.size <= _BROADCASTS and part_bytes >= _BROADCAST_BYTES
 
 
 def _broadcast(parameter: Tensor, name: str, division: Division, process_set: Any) -> list[Handle]:
