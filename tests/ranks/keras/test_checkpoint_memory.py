@@ -11,7 +11,7 @@ import hvdtrain
 from hvdtrain.callbacks import Callback, Checkpoint
 from hvdtrain.distributed import tuning
 
-pytestmark = [pytest.mark.world_size(2), pytest.mark.every_backend]
+pytestmark = pytest.mark.world_size(2)
 
 WIDTH, LAYERS = 2900, 3
 ARRAY = WIDTH * WIDTH * 4  # bytes
@@ -34,13 +34,12 @@ def fit(trainer, *callbacks, epochs=1):
 
 @pytest.fixture
 def world():
-    world = hvdtrain.init()
-    if keras.backend.backend() == "tensorflow":
-        # Else it depends on where small blocks lie whether glibc can use a freed array's memory again.
-        tuning.return_large_blocks()
-    return world
+    # Else it depends on where small blocks lie whether glibc can use a freed array's memory again.
+    tuning.return_large_blocks()
+    return hvdtrain.init()
 
 
+@pytest.mark.every_backend
 def test_saving_shards_takes_the_memory_of_one_array_on_rank_0(world, shared_tmp_path):
     net, others = make()
     trainer = hvdtrain.Trainer(net, **others)
@@ -71,6 +70,7 @@ def test_saving_shards_in_the_background_takes_the_memory_of_one_array_on_rank_0
     assert other <= PIECES, found
 
 
+@pytest.mark.every_backend
 def test_loading_takes_the_memory_of_few_arrays_beyond_what_a_rank_keeps(world, shared_tmp_path):
     net, others = make()
     trainer = hvdtrain.Trainer(net, **others)

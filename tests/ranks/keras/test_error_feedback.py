@@ -161,10 +161,9 @@ def local_gradients(x, y, epochs, size):
             yield given
 
 
-@pytest.mark.every_backend
 @pytest.mark.world_size(2, 3)
 @pytest.mark.three_ranks
-@pytest.mark.parametrize("sync", [None, hvdtrain.Delayed()], ids=["every step", "delayed"])
+@pytest.mark.parametrize("sync", [everywhere(None), hvdtrain.Delayed()], ids=["every step", "delayed"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ranks_train_the_weights_of_a_simulation(scheme, sync):
     x, y = numbers(1, 47, INPUTS), numbers(2, 47, OUTPUTS)
@@ -240,7 +239,7 @@ def assert_same(ours, theirs):
 @pytest.mark.three_ranks
 @pytest.mark.parametrize(
     ("scheme", "samples"),
-    [everywhere("topk:1.0", 22), ("topk:1.0", 1), everywhere("powersgd:16:0", 22), ("powersgd:16:0", 1)],
+    [("topk:1.0", 22), ("topk:1.0", 1), everywhere("powersgd:16:0", 22), ("powersgd:16:0", 1)],
 )
 def test_without_loss_the_weights_are_those_without_compression(scheme, samples):
     """All numbers are sent: of matrices with rank 16, none would get smaller."""
@@ -288,16 +287,16 @@ class StopAt(Callback):
 @pytest.mark.parametrize(
     ("scheme", "how"),
     [
-        everywhere("int8", "every step"),
+        ("int8", "every step"),
         ("powersgd:2:2", "every step"),
         everywhere("powersgd:2:2", "accumulate"),
         everywhere("topk:0.1", "delayed"),
         ("int8", "delayed"),
-        everywhere("topk:0.1", "fp16"),
+        ("topk:0.1", "fp16"),
         ("int8", "fp16"),
-        everywhere("powersgd:2:2", "delayed bf16"),
-        everywhere("int8", "alone"),
-        everywhere("powersgd:2:1", "outer"),
+        ("powersgd:2:2", "delayed bf16"),
+        ("int8", "alone"),
+        ("powersgd:2:1", "outer"),
         ("topk:0.1", "outer"),
     ],
 )
@@ -345,7 +344,7 @@ SKIPS, SCALES = {"nan_policy": "skip"}, {"precision": "fp16"}
     [
         ("int8", SKIPS),
         everywhere("topk:0.1", SKIPS),
-        everywhere("powersgd:2:2", SKIPS),
+        ("powersgd:2:2", SKIPS),
         ("int8", SCALES),
         everywhere("topk:0.1", SCALES),
         ("powersgd:2:2", SCALES),
@@ -422,11 +421,10 @@ def noted_exchanges(monkeypatch, net, given, found):
     monkeypatch.setattr(WeightAccess, "mean", noted)
 
 
-@pytest.mark.every_backend
 @pytest.mark.world_size(2, 3)
 @pytest.mark.three_ranks
 @pytest.mark.parametrize("sync", [hvdtrain.LocalSGD(2), hvdtrain.DiLoCo(2, lr=0.7, momentum=0.9)])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [everywhere("int8"), *SCHEMES[1:]])
 def test_ranks_that_step_alone_send_changes_as_in_a_simulation(scheme, sync, monkeypatch, collectives):
     x, y = numbers(1, 47, INPUTS), numbers(2, 47, OUTPUTS)
     net = keras.Sequential([keras.Input((INPUTS,)), keras.layers.Dense(OUTPUTS)])
@@ -460,7 +458,6 @@ def test_ranks_that_step_alone_send_changes_as_in_a_simulation(scheme, sync, mon
     assert max(np.abs(each).max() for name, each in held.items() if "error" in name) > 0
 
 
-@pytest.mark.every_backend
 @pytest.mark.parametrize("sync", [hvdtrain.LocalSGD(2, after_steps=1), hvdtrain.DiLoCo(2)])
 @pytest.mark.parametrize("scheme", ["topk:1.0", "powersgd:16:0"])
 def test_without_loss_ranks_that_step_alone_train_the_weights_without_compression(scheme, sync):
@@ -553,8 +550,7 @@ def test_a_step_sends_the_bytes_of_the_formula_in_one_order(collectives):
         assert hvd.allgather_object(list(collectives)) == [collectives] * size
 
 
-@pytest.mark.every_backend
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES[:2], everywhere(SCHEMES[2])])
 def test_a_constant_gradient_arrives_as_a_whole(scheme):
     generator = np.random.default_rng(hvd.rank())
     mine = generator.normal(size=(20, 30)).astype("float32")

@@ -72,9 +72,10 @@ def _alone(data, held_out, accumulate):
     return model, logs
 
 
-@pytest.mark.every_backend
 @pytest.mark.three_ranks
-@pytest.mark.parametrize(("weighed", "accumulate"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("weighed", "accumulate"), [(False, 1), pytest.param(True, 2, marks=pytest.mark.every_backend)]
+)
 def test_a_model_with_a_mask_trains_as_one_process(kit, weighed, accumulate):
     data, held_out = (_data(number, seed)[: 2 + weighed] for number, seed in ((55, 1), (20, 2)))
     model, history = _together(data, held_out, accumulate=accumulate)

@@ -40,7 +40,7 @@ def held_meanwhile(world, peak):
     return arrays_of(world, peak, ARRAY)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize("shard", ["optimizer", pytest.param("gradients", marks=pytest.mark.world_size(2))])
 def test_saving_shards_takes_the_memory_of_one_array_on_rank_0(world, shared_tmp_path, shard):
     trainer = make(shard=shard)
     fit(trainer)
@@ -52,6 +52,7 @@ def test_saving_shards_takes_the_memory_of_one_array_on_rank_0(world, shared_tmp
     assert max(others) <= 1 / world.size, others
 
 
+@pytest.mark.world_size(2)
 def test_saving_shards_in_the_background_takes_the_memory_of_one_array_on_rank_0(world, shared_tmp_path):
     found = []
 
@@ -120,7 +121,7 @@ def test_another_error_of_the_writer_ends_the_run_on_all_ranks(shared_tmp_path, 
         fit(trainer, Checkpoint(shared_tmp_path), epochs=3)
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer"])
+@pytest.mark.parametrize("shard", [pytest.param(None, marks=pytest.mark.world_size(2)), "optimizer"])
 def test_loading_takes_the_memory_of_one_array_beyond_what_a_rank_keeps(world, size, shared_tmp_path, shard):
     trainer = make(shard=shard)
     fit(trainer)
@@ -136,6 +137,7 @@ def test_loading_takes_the_memory_of_one_array_beyond_what_a_rank_keeps(world, s
     assert max(held) <= 1.0, held
 
 
+@pytest.mark.world_size(2)
 def test_loading_weights_takes_the_memory_of_one_array(world, shared_tmp_path):
     trainer = make()
     fit(trainer)
@@ -182,6 +184,7 @@ def test_a_disk_that_fails_while_a_rank_reads_ends_all_ranks(world, shared_tmp_p
     assert bool(done) == world.is_root
 
 
+@pytest.mark.world_size(2)
 def test_loading_averages_takes_the_memory_of_one_array_beyond_them(world, shared_tmp_path):
     net, others = parts()
     others["optimizer"] = torch.optim.SGD(net.parameters(), lr=1e-4)

@@ -277,6 +277,7 @@ HOWS = {
 }
 
 
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_compressed_run_resumes_bit_for_bit(world, how, scheme, shared_tmp_path, assert_same_on_all_ranks):
