@@ -349,8 +349,9 @@ def test_a_sharded_job_whose_rank_dies_ends_with_the_bits_of_one_without_shards(
     assert (end["step"], end["digest"]) == (whole["step"], whole["digest"]), "weights and moments"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", "tensorflow", "jax"])
 def test_a_sharded_keras_job_whose_rank_dies_ends_as_one_without_shards(backend: str, tmp_path: Path) -> None:
     right = whole_state(tmp_path, "keras", backend)
     (folder := tmp_path / "shards").mkdir()

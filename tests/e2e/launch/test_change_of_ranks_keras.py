@@ -79,7 +79,7 @@ def test_keras_alone_resumes_what_three_ranks_have_saved_in_shards(backend: str,
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("size", [2, 1])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=LONG), 1])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_ranks_resume_what_three_ranks_have_saved_in_shards(
     backend: str, size: int, saved: Callable[[str], Path], tmp_path: Path

@@ -127,7 +127,9 @@ def test_a_script_without_a_trainer_says_so_with_its_own_options(tmp_path: Path)
     assert re.search(r"hvdtrain run: the first error, of rank 1 on .*allocate memory", output), output
 
 
-@pytest.mark.parametrize("backend", ["torch", "tensorflow", pytest.param("jax", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "backend", ["tensorflow", *(pytest.param(each, marks=pytest.mark.long) for each in ("torch", "jax"))]
+)
 def test_kerass_own_fit_says_so_with_its_own_options(tmp_path: Path, backend: str) -> None:
     status, output = run(tmp_path, drop_in("keras", DROP_IN_KERAS), KERAS_BACKEND=backend, HVDTRAIN_SOLO="1")
     assert status == 1, output
@@ -187,8 +189,14 @@ def hvdtrain_run(folder: Path, ranks: int, *within: str) -> tuple[int, str]:
     ("program", "count", "held", "way"),
     [
         (GROWING, 20, "in its first step up to activations", 'micro_batch="auto" computes a batch in parts'),
-        (GROWING, 1, "activations", 'micro_batch="auto" computes a batch in parts'),
-        (GROWING_DROP_IN, 20, "in its first step up to activations", "a smaller batch, with backward_passes_per_step,"),
+        pytest.param(GROWING, 1, "activations", 'micro_batch="auto" computes a batch in parts', marks=pytest.mark.long),
+        pytest.param(
+            GROWING_DROP_IN,
+            20,
+            "in its first step up to activations",
+            "a smaller batch, with backward_passes_per_step,",
+            marks=pytest.mark.long,
+        ),
         (GROWING_DROP_IN, 1, "activations", "a smaller batch, with backward_passes_per_step,"),
     ],
     ids=["first", "later", "script-first", "script-later"],

@@ -11,6 +11,8 @@ import hvdtrain.keras as hvd
 from hvdtrain.data import sharding
 from hvdtrain.errors import DesyncError
 
+JIT = keras.backend.backend() == "jax"  # which else runs single operations, each compiled for each shape
+
 WEIGHT = {0: 0.2, 2: 5.0}  # a class that is left out weighs 1
 LOCAL, SAMPLES = 4, 26  # the last step has fewer samples: on 3 ranks without accumulation, one has none
 
@@ -19,7 +21,7 @@ def compiled(kit, optimizer=None, **options):
     model = kit.model()
     optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, weighted_metrics=["accuracy"], jit_compile=False, **options)
+    model.compile(optimizer, loss, weighted_metrics=["accuracy"], jit_compile=JIT, **options)
     return model
 
 

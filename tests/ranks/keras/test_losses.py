@@ -15,6 +15,8 @@ from hvdtrain.distributed import world
 from hvdtrain.keras.losses import check_losses
 from hvdtrain.keras.training_state import seed_states
 
+JIT = keras.backend.backend() == "jax"  # which else runs single operations, each compiled for each shape
+
 pytestmark = pytest.mark.world_size(2, 3)
 
 L = keras.losses
@@ -62,7 +64,7 @@ def model(adds=None, activation="softmax", **dense):
 
 def compiled(net, loss):
     eagerly = keras.backend.backend() == "tensorflow"  # whose tracing takes most of a test's time
-    net.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss=loss, run_eagerly=eagerly, jit_compile=False)
+    net.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss=loss, run_eagerly=eagerly, jit_compile=JIT)
     return net
 
 
@@ -106,6 +108,11 @@ def test_each_loss_of_keras_equals_one_process(reduction):
 
 
 @pytest.mark.every_backend
+def test_what_layers_add_to_a_loss_equals_one_process():
+    options = {"kernel_regularizer": "l2", "activity_regularizer": "l2"}
+    check(lambda: model(lambda x: ops.mean(x**2), **options), "mse", data(classes=False))
+
+
 def test_what_a_layer_adds_to_a_loss_equals_one_process_or_is_refused():
     samples = data(classes=False)
     check(lambda: model(lambda x: ops.mean(x**2)), "mse", samples)

@@ -12,6 +12,8 @@ import hvdtrain
 from hvdtrain.distributed.launch_environment import engine_for
 from hvdtrain.errors import DesyncError
 
+JIT = keras.backend.backend() == "jax"  # which else runs single operations, each compiled for each shape
+
 LR, MOMENTUM, DECAY = 0.1, 0.9, 0.01
 
 
@@ -54,7 +56,7 @@ def trained(net):
 def optimizer_steps(net, groups, *, clip_norm=None):
     """Train in one process: each group is a list of (x, y) whose samples all weigh the same in one step."""
     eagerly = keras.backend.backend() == "tensorflow"  # whose tracing takes most of a test's time
-    net.compile(optimizer=optimizer(clip_norm), loss=loss(), jit_compile=False, run_eagerly=eagerly)
+    net.compile(optimizer=optimizer(clip_norm), loss=loss(), jit_compile=JIT, run_eagerly=eagerly)
     for group in groups:
         net.train_on_batch(np.concatenate([x for x, _ in group]), np.concatenate([y for _, y in group]))
 
@@ -147,7 +149,7 @@ def seed(number):
 def own_loop(net, x, y, *, batch_size, epochs):
     """Contract C, as a user writes it."""
     net, optimizer, batches = hvdtrain.prepare(net, optimizer_of(net), (x, y), batch_size=batch_size)
-    net.compile(optimizer=optimizer, loss=loss(), jit_compile=False)
+    net.compile(optimizer=optimizer, loss=loss(), jit_compile=JIT)
     # Keras warns of shuffle=True, its default, for a tf.data.Dataset that it does not see shuffled.
     net.fit(batches, epochs=epochs, verbose=0, shuffle=keras.backend.backend() != "tensorflow")
 
