@@ -27,6 +27,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "none, fp16": {"compression": "fp16"},
     "none, int8": {"compression": "int8"},
     "none, topk:0.01": {"compression": "topk:0.01"},
+    "none, topk:0.1": {"compression": "topk:0.1"},
     "none, powersgd:4:78": {"compression": "powersgd:4:78"},
     "Delayed()": {"sync": {"strategy": "Delayed"}},
     "LocalSGD(8)": {"sync": {"strategy": "LocalSGD", "every": 8}},

@@ -387,7 +387,7 @@ from hvdtrain.system import host_memory
 tuning.keep_freed_memory(torch=True)
 if int(os.environ["RETURNS"]):
     tuning.return_large_blocks()
-first = [np.ones(500_000) for _ in range(20)]
+first = [np.ones(1_250_000) for _ in range(8)]  # of 10 MB
 small = bytearray(1000)  # beside them
 before = host_memory.resident()
 first.clear()
