@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras import basics
+from hvdtrain.keras import basics, ops
 
 pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.every_backend]
 
@@ -54,6 +54,14 @@ def test_the_other_collectives():
     assert hvd.broadcast_object({"epoch": rank}, root_rank=size - 1) == {"epoch": size - 1}
     assert hvd.allgather_object([rank]) == [[r] for r in range(size)]
     hvd.barrier()
+
+
+def test_a_host_array_is_replaced_by_each_roots_part_in_its_place():
+    array = np.full(12 * hvd.size(), hvd.rank(), np.float32)
+    parts = np.split(array.view(np.uint8), hvd.size())
+    for wait in [ops.broadcast_in_place(part, root, name=f"in-place.{root}") for root, part in enumerate(parts)]:
+        wait()
+    assert array.tolist() == np.repeat(range(hvd.size()), 12).tolist()
 
 
 def test_constants_are_horovods():
