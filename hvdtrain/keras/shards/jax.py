@@ -80,13 +80,9 @@ def _gather(
 ) -> list[Array]:
     """Return whole weights of all ranks' parts."""
     arrays, found = [np.asarray(part) for part in parts], [np.empty(math.prod(s.shape), s.dtype) for s in shapes]
-    is_large = [division.is_broadcast(whole.size, whole.itemsize) for whole in found]
-    waits = [
-        wait
-        for i in (i for i, is_one in enumerate(is_large) if is_one)
-        for wait in _broadcast(division, process_set, f"{name}.{i}", arrays[i], found[i])
-    ]
-    small = [i for i, is_one in enumerate(is_large) if not is_one]
+    large = [i for i, whole in enumerate(found) if division.is_broadcast(whole.size, whole.itemsize)]
+    small = [i for i in range(len(found)) if i not in large]
+    waits = [wait for i in large for wait in _broadcast(division, process_set, f"{name}.{i}", arrays[i], found[i])]
     _gather_small(division, process_set, name, [arrays[i] for i in small], [found[i] for i in small])
     for wait in waits:
         wait()
@@ -95,7 +91,7 @@ def _gather(
 
 def _broadcast(division: Division, process_set: Any, name: str, part: Array, whole: Array) -> list[Callable[[], Any]]:
     """Start to send each part of a weight from its rank, into the whole."""
-    waits, ranks = [], range(division.size) if process_set is None else process_set.ranks
+    waits, ranks = [], getattr(process_set, "ranks", None) or range(division.size)
     for index, root in enumerate(ranks):
         begin, end = division.bounds(whole.size, index)
         if root == basics.rank():
