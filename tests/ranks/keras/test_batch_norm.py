@@ -5,11 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from keras_jit import JIT
 
 import hvdtrain
 from hvdtrain.distributed import world
-
-JIT = keras.backend.backend() == "jax"  # which else runs single operations, each compiled for each shape
 
 pytestmark = pytest.mark.world_size(2, 3)
 

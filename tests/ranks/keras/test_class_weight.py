@@ -5,13 +5,12 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from keras_jit import JIT
 
 import hvdtrain
 import hvdtrain.keras as hvd
 from hvdtrain.data import sharding
 from hvdtrain.errors import DesyncError
-
-JIT = keras.backend.backend() == "jax"  # which else runs single operations, each compiled for each shape
 
 WEIGHT = {0: 0.2, 2: 5.0}  # a class that is left out weighs 1
 LOCAL, SAMPLES = 4, 26  # the last step has fewer samples: on 3 ranks without accumulation, one has none

@@ -8,14 +8,13 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from keras_jit import JIT
 
 import hvdtrain
 from hvdtrain.data import sharding
 from hvdtrain.distributed import world
 from hvdtrain.keras.losses import check_losses
 from hvdtrain.keras.training_state import seed_states
-
-JIT = keras.backend.backend() == "jax"  # which else runs single operations, each compiled for each shape
 
 pytestmark = pytest.mark.world_size(2, 3)
 

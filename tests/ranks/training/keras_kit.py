@@ -7,12 +7,11 @@ import sys
 
 import keras
 import numpy as np
+from keras_jit import JIT
 
 import hvdtrain
 from hvdtrain.distributed.launch_environment import engine_for
 from hvdtrain.errors import DesyncError
-
-JIT = keras.backend.backend() == "jax"  # which else runs single operations, each compiled for each shape
 
 LR, MOMENTUM, DECAY = 0.1, 0.9, 0.01
 
