@@ -26,6 +26,8 @@ from hvdtrain.launch import exchange
 log = logging.getLogger("hvdtrain")
 
 _ATTEMPTS = 5  # attempts of a task: its connection may be dropped to make room for another
+# BlockingIOError: the proof did not come in time.
+_HUNG_UP = (EOFError, ConnectionResetError, BrokenPipeError, TimeoutError, BlockingIOError)
 _LOST_S = 30  # a host that does not answer for so long is lost
 
 
@@ -109,7 +111,7 @@ def connect(address: Address) -> Connection:
         except BaseException as problem:
             if connection is not None:
                 connection.close()
-            if not isinstance(problem, (EOFError, ConnectionResetError, TimeoutError, BlockingIOError)):
+            if not isinstance(problem, _HUNG_UP):
                 raise
             why = str(problem) or "it hung up"
             time.sleep(0.2)
