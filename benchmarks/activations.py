@@ -63,6 +63,11 @@ def resident(line: str) -> float:
     return next(float(each.split()[1]) / 1024 for each in status.splitlines() if each.startswith(line))
 
 
+def forget_largest() -> None:
+    """Let the largest resident size of this process begin at the present one."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def train(backend: str, rule: Any) -> dict[str, float]:
     """Train in this process."""
     import numpy as np
@@ -76,27 +81,43 @@ def train(backend: str, rule: Any) -> dict[str, float]:
 
         def on_step_end(self, trainer: Any, step: int) -> None:
             self.ends.append(time.perf_counter())
+            if len(self.ends) == 1:  # what it took to compile the step does not count
+                forget_largest()
 
     model, options = torch_model() if backend == "torch" else keras_model()
     trainer = hvdtrain.Trainer(model, checkpoint_activations=rule, **options)
     data = np.random.default_rng(0).normal(size=(2, BATCH * STEPS, LENGTH, 32)).astype(np.float32)
     trainer.fit(tuple(data[:, :1]), batch_size=1, progress=False, run_dir=None)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the largest size begins at the present one
     before = resident("VmRSS")
     trainer.fit(tuple(data), batch_size=BATCH, progress=False, run_dir=None, callbacks=[clock := Clock()])
     steps = np.diff(clock.ends)[SKIPPED:]
     return {"mib": resident("VmHWM") - before, "ms": 1000 * statistics.median(steps.tolist())}
 
 
-def measure(backend: str, rule: Any, rounds: int) -> dict[str, float]:
-    """Return the medians over several processes."""
+def measure(backend: str, rule: Any) -> dict[str, float]:
+    """Train in a process of its own."""
     environment = {**os.environ, "HVDTRAIN_SOLO": "1", "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
     if backend != "torch":
         environment["KERAS_BACKEND"] = backend.removeprefix("keras-")
     command = [sys.executable, "-m", "benchmarks.activations", "--train", backend, "--rule", json.dumps(rule)]
-    runs = [subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(rounds)]
-    found = [json.loads(run.stdout.splitlines()[-1]) for run in runs]
-    return {name: statistics.median(each[name] for each in found) for name in ("mib", "ms")}
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def compare(backend: str, rounds: int) -> str:
+    """Return a row of the table: medians of processes that take turns, and of their ratios."""
+    turns = [(measure(backend, False), measure(backend, "blocks")) for _ in range(rounds)]
+
+    def of(name: str, kind: int) -> float:
+        return statistics.median(turn[kind][name] for turn in turns)
+
+    def ratios(name: str) -> str:
+        found = sorted(again[name] / plain[name] for plain, again in turns)
+        return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+
+    sizes = f"{of('mib', 0):.0f} | {of('ms', 0):.0f} | {of('mib', 1):.0f} | {of('ms', 1):.0f}"
+    return f"| {backend} | {sizes} | {ratios('mib')} | {ratios('ms')} |"
 
 
 def main() -> None:
@@ -112,11 +133,7 @@ def main() -> None:
         return
     print('| | plain, MiB | ms a step | `"blocks"`, MiB | ms a step | memory | time |\n|---|---|---|---|---|---|---|')
     for backend in options.backend:
-        plain, again = (measure(backend, rule, options.rounds) for rule in (False, "blocks"))
-        sizes = f"{plain['mib']:.0f} | {plain['ms']:.0f} | {again['mib']:.0f} | {again['ms']:.0f}"
-        print(
-            f"| {backend} | {sizes} | {again['mib'] / plain['mib']:.2f} | {again['ms'] / plain['ms']:.2f} |", flush=True
-        )
+        print(compare(backend, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

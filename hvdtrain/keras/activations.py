@@ -7,7 +7,9 @@ generators, changes running statistics, and asks which layer has called it. Here
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +21,7 @@ from keras.src.backend.common import global_state
 
 from hvdtrain.adapter import counted_by_class
 
+log = logging.getLogger("hvdtrain")
 Rule = bool | str | Callable[[Any], Any]
 
 _WAY_OUT = "Choose layers by a function: checkpoint_activations=lambda layer: isinstance(layer, Block)"
@@ -36,14 +39,18 @@ class ActivationCheckpoints:
 
     def __init__(self, chosen: Sequence[Any]) -> None:
         self._chosen = list(chosen)
+        self._compiler: AbstractContextManager[Any] = nullcontext()
 
     def __enter__(self) -> None:
+        self._compiler = _second_computation_kept() if keras.backend.backend() == "jax" else nullcontext()
+        self._compiler.__enter__()
         for layer in self._chosen:
             vars(layer)["call"] = _Call(layer)  # not by setattr, for which Keras has rules
 
     def __exit__(self, *error: object) -> None:
         for layer in self._chosen:
             del vars(layer)["call"]
+        self._compiler.__exit__(None, None, None)
 
     def __str__(self) -> str:
         chosen = {layer.name: layer for layer in self._chosen}
@@ -84,6 +91,32 @@ def _whole() -> AbstractContextManager[Any]:
     if keras.backend.backend() != "torch":
         return nullcontext()
     return importlib.import_module("torch.utils.checkpoint").set_checkpoint_early_stop(False)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _second_computation_kept() -> Iterator[None]:
+    """Let steps that JAX compiles for CPUs within the block compute again what `jax.checkpoint` does not save.
+
+    It puts a barrier before the second computation. On CPUs XLA removes barriers first, then finds two equal
+    computations, and does one: memory and time of a step were those without checkpoints (JAX 0.10.2).
+    """
+    jax: Any = importlib.import_module("jax")
+    trainer: Any = importlib.import_module("keras.src.backend.jax.trainer")
+    if jax.default_backend() != "cpu":  # for GPUs, XLA removes them last
+        yield
+        return
+    if not hasattr(trainer, "jit") or trainer.jit is not jax.jit:  # Flax's, or that of another version of Keras
+        log.warning(
+            "checkpoint_activations saves no memory with JAX on CPUs here, where Keras compiles steps by another "
+            "function than jax.jit. Set XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before Python starts."
+        )
+        yield
+        return
+    trainer.jit = functools.partial(jax.jit, compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"})
+    try:
+        yield
+    finally:
+        trainer.jit = jax.jit
 
 
 class _Once:

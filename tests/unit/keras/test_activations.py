@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import weakref
@@ -168,6 +169,49 @@ def test_what_is_computed_again_is_freed_without_the_garbage_collector():
     steps, count = 6, 2
     assert len(found) >= 2 * steps * count
     assert max(alive) == 1  # of all blocks, that of the present one
+
+
+def temporary_bytes(monkeypatch, rule):
+    """Return what a step that JAX has compiled takes beside its arguments and results."""
+    import jax
+    from keras.src.backend.jax import trainer
+
+    found, real = [], jax.jit
+
+    def jit(function, **options):
+        jitted = real(function, **options)
+
+        def call(*args):
+            found.append(jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes)
+            return jitted(*args)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "jit", jit)
+        patched.setattr(trainer, "jit", jit)
+        train(blocks(functools.partial(Block, 16, keras.layers.LayerNormalization), count=8), rule)
+    return max(found)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="XLA, which may drop a second computation, compiles JAX's steps alone")
+def test_xla_computes_again_what_it_would_find_to_be_the_same(monkeypatch):
+    assert temporary_bytes(monkeypatch, "blocks") < 0.7 * temporary_bytes(monkeypatch, False)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="XLA, which may drop a second computation, compiles JAX's steps alone")
+def test_a_keras_whose_compiler_cannot_be_told_is_named(monkeypatch, caplog):
+    from keras.src.backend.jax import trainer
+
+    def jit(function, **options):  # as Flax's is
+        return original(function, **options)
+
+    original = trainer.jit
+    monkeypatch.setattr(trainer, "jit", jit)
+    with caplog.at_level(logging.WARNING, logger="hvdtrain"):
+        train(blocks(), "blocks")
+    assert "checkpoint_activations saves no memory with JAX on CPUs" in caplog.text
+    assert trainer.jit is jit
 
 
 def test_the_model_stays_as_the_user_made_it():
