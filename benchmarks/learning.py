@@ -37,6 +37,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "DiLoCo(32)": {"sync": {"strategy": "DiLoCo", "every": 32}},
     "DiLoCo(100)": {"sync": {"strategy": "DiLoCo", "every": 100}},
     "DiLoCo(32, fragments=4, overlap=6)": {"sync": {"strategy": "DiLoCo", "every": 32, "fragments": 4, "overlap": 6}},
+    **{
+        f"{kind}({every}), {scheme}": {"sync": {"strategy": kind, "every": every}, "compression": scheme}
+        for kind, every in (("LocalSGD", 8), ("DiLoCo", 32))
+        for scheme in ("int8", "topk:0.01", "powersgd:4:0")
+    },
 }
 
 
