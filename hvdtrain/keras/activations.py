@@ -18,6 +18,7 @@ from typing import Any
 import keras
 from keras.src import backend
 from keras.src.backend.common import global_state
+from packaging.version import Version
 
 from hvdtrain.adapter import counted_by_class
 
@@ -105,11 +106,13 @@ def _second_computation_kept() -> Iterator[None]:
     if jax.default_backend() != "cpu":  # for GPUs, XLA removes them last
         yield
         return
-    if not hasattr(trainer, "jit") or trainer.jit is not jax.jit:  # Flax's, or that of another version of Keras
+    # Keras may use Flax's compiler; JAX 0.5 raises for this option.
+    if not hasattr(trainer, "jit") or trainer.jit is not jax.jit or Version(jax.__version__) < Version("0.6.2"):
         log.warning(
-            "checkpoint_activations saves no memory with JAX on CPUs here, where Keras compiles steps by another "
-            "function than jax.jit. Set XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before Python starts."
-        )
+            "checkpoint_activations saves no memory with JAX on CPUs here: it needs JAX 0.6.2 or newer, and Keras "
+            "without Flax. Received: JAX %s, and Keras's %r. Or set XLA_FLAGS=--xla_disable_hlo_passes="
+            "cse_barrier_expander before Python starts.", jax.__version__, getattr(trainer, "jit", None),
+        )  # fmt: skip
         yield
         return
     trainer.jit = functools.partial(jax.jit, compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"})
