@@ -1,7 +1,8 @@
 """Memory and time of a small transformer with and without `checkpoint_activations`: python -m benchmarks.activations.
 
-Each training is a process of its own. Its memory is the largest resident size of its steps, less what was resident
-after a step of one sample, which has imported, made gradients and optimizer state: so it is activations, for the most.
+Each training is a process of its own. Its memory is the largest resident size of its steps after the first, less what
+was resident after a step of one sample, which has imported, made gradients and optimizer state: so it is activations,
+for the most.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def resident(line: str) -> float:
     return next(float(each.split()[1]) / 1024 for each in status.splitlines() if each.startswith(line))
 
 
-def forget_largest() -> None:
-    """Let the largest resident size of this process begin at the present one."""
+def reset_peak() -> None:
+    """Let this process's largest resident size begin at the present one."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -81,8 +82,8 @@ def train(backend: str, rule: Any) -> dict[str, float]:
 
         def on_step_end(self, trainer: Any, step: int) -> None:
             self.ends.append(time.perf_counter())
-            if len(self.ends) == 1:  # what it took to compile the step does not count
-                forget_largest()
+            if len(self.ends) == 1:  # the largest size while the step was compiled does not count
+                reset_peak()
 
     model, options = torch_model() if backend == "torch" else keras_model()
     trainer = hvdtrain.Trainer(model, checkpoint_activations=rule, **options)

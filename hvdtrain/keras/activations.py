@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -22,10 +23,12 @@ from packaging.version import Version
 
 from hvdtrain.adapter import counted_by_class
 
-log = logging.getLogger("hvdtrain")
 Rule = bool | str | Callable[[Any], Any]
+Compiler = tuple[Callable[[], AbstractContextManager[Any]], str]
 
 _WAY_OUT = "Choose layers by a function: checkpoint_activations=lambda layer: isinstance(layer, Block)"
+_AS_USUAL: Compiler = (nullcontext, "")
+_REMOVES_BARRIERS = "cse_barrier_expander"  # XLA's name of the pass
 _CALLER = "current_call_ctx"  # Keras's name of what layers learn from those that call them, such as `training`
 
 
@@ -36,22 +39,27 @@ class ActivationCheckpoints:
 
     Args:
         chosen: the layers.
+        compiler: see `_compiler`.
+
+    Attributes:
+        warning: why it saves no memory here; "" if it does.
     """
 
-    def __init__(self, chosen: Sequence[Any]) -> None:
+    def __init__(self, chosen: Sequence[Any], compiler: Compiler | None = None) -> None:
         self._chosen = list(chosen)
-        self._compiler: AbstractContextManager[Any] = nullcontext()
+        self._compiling, self.warning = compiler or _AS_USUAL
+        self._within = ExitStack()
 
     def __enter__(self) -> None:
-        self._compiler = _second_computation_kept() if keras.backend.backend() == "jax" else nullcontext()
-        self._compiler.__enter__()
-        for layer in self._chosen:
-            vars(layer)["call"] = _Call(layer)  # not by setattr, for which Keras has rules
+        with ExitStack() as within:
+            within.enter_context(self._compiling())
+            for layer in self._chosen:
+                vars(layer)["call"] = _Call(layer)  # not by setattr, for which Keras has rules
+                within.callback(vars(layer).pop, "call")
+            self._within = within.pop_all()
 
     def __exit__(self, *error: object) -> None:
-        for layer in self._chosen:
-            del vars(layer)["call"]
-        self._compiler.__exit__(None, None, None)
+        self._within.close()
 
     def __str__(self) -> str:
         chosen = {layer.name: layer for layer in self._chosen}
@@ -94,32 +102,41 @@ def _whole() -> AbstractContextManager[Any]:
     return importlib.import_module("torch.utils.checkpoint").set_checkpoint_early_stop(False)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _second_computation_kept() -> Iterator[None]:
-    """Let steps that JAX compiles for CPUs within the block compute again what `jax.checkpoint` does not save.
+def _compiler(model: Any) -> Compiler:
+    """Return the block in which steps of `model` are compiled, and why they save no memory all the same, or "".
 
-    It puts a barrier before the second computation. On CPUs XLA removes barriers first, then finds two equal
-    computations, and does one: memory and time of a step were those without checkpoints (JAX 0.10.2).
+    `jax.checkpoint` puts a barrier before the second computation. On CPUs, XLA removes barriers, then finds two equal
+    computations, and does one: memory and time of a step were those without checkpoints (JAX 0.10.2). For GPUs, XLA's
+    source removes barriers after that; no GPU has run it.
     """
+    if keras.backend.backend() != "jax" or model.run_eagerly or not model.jit_compile:
+        return _AS_USUAL
     jax: Any = importlib.import_module("jax")
     trainer: Any = importlib.import_module("keras.src.backend.jax.trainer")
-    if jax.default_backend() != "cpu":  # for GPUs, XLA removes them last
-        yield
-        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.default_backend() != "cpu" or _REMOVES_BARRIERS in flags:
+        return _AS_USUAL
     # Keras may use Flax's compiler; JAX 0.5 raises for this option.
     if not hasattr(trainer, "jit") or trainer.jit is not jax.jit or Version(jax.__version__) < Version("0.6.2"):
-        log.warning(
+        return nullcontext, (
             "checkpoint_activations saves no memory with JAX on CPUs here: it needs JAX 0.6.2 or newer, and Keras "
-            "without Flax. Received: JAX %s, and Keras's %r. Or set XLA_FLAGS=--xla_disable_hlo_passes="
-            "cse_barrier_expander before Python starts.", jax.__version__, getattr(trainer, "jit", None),
-        )  # fmt: skip
-        yield
-        return
-    trainer.jit = functools.partial(jax.jit, compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"})
+            f"without Flax. Received: JAX {jax.__version__}, and Keras compiles by {getattr(trainer, 'jit', None)}. "
+            f"Or add --xla_disable_hlo_passes={_REMOVES_BARRIERS} to XLA_FLAGS before Python starts"
+        )
+    users = re.findall(r"--xla_disable_hlo_passes=(\S+)", flags)[-1:]  # which the option would replace
+    options = {"xla_disable_hlo_passes": ",".join([*users, _REMOVES_BARRIERS])}
+    return functools.partial(_compiled_with, trainer, options), ""
+
+
+@contextmanager
+def _compiled_with(trainer: Any, options: dict[str, str]) -> Iterator[None]:
+    """Give what Keras compiles within the block these options of XLA's."""
+    jit = trainer.jit
+    trainer.jit = functools.partial(jit, compiler_options=options)
     try:
         yield
     finally:
-        trainer.jit = jax.jit
+        trainer.jit = jit
 
 
 class _Once:
@@ -272,7 +289,7 @@ def choose(model: Any, rule: Rule) -> ActivationCheckpoints:
     for layer in chosen.values():
         for each in layer._flatten_layers():
             _check(layer, each, received)
-    return ActivationCheckpoints(list(chosen.values()))
+    return ActivationCheckpoints(list(chosen.values()), _compiler(model))
 
 
 def _asked(parent: Any, rule: Callable[[Any], Any]) -> list[Any]:

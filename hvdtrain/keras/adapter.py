@@ -166,8 +166,8 @@ class KerasAdapter:
         self.notes: list[str] = []
         self._checkpoints: AbstractContextManager[Any] = nullcontext()
         if options.checkpoint_activations:
-            self._checkpoints = activations.choose(model, options.checkpoint_activations)
-            self.notes.append(str(self._checkpoints))
+            self._checkpoints = checkpoints = activations.choose(model, options.checkpoint_activations)
+            self.notes += filter(None, [str(checkpoints), checkpoints.warning])
         self.class_weight: dict[int, float] | None = None
         norms = [each for each in model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization)]
         self._sync_norms: list[Any] = [each for each in norms if type(each).__module__.startswith("hvdtrain.")]

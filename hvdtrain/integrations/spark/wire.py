@@ -26,7 +26,7 @@ from hvdtrain.launch import exchange
 log = logging.getLogger("hvdtrain")
 
 _ATTEMPTS = 5  # attempts of a task: its connection may be dropped to make room for another
-# BlockingIOError: the proof did not come in time.
+# BrokenPipeError: the caller closed while we sent. BlockingIOError: the proof did not come in time.
 _HUNG_UP = (EOFError, ConnectionResetError, BrokenPipeError, TimeoutError, BlockingIOError)
 _LOST_S = 30  # a host that does not answer for so long is lost
 

@@ -33,10 +33,10 @@ class Compression:
 # int8: 65 bytes for 64 numbers, by an alltoall and an allgather, which send what an allreduce does. topk: places too,
 # and each rank gets everyone's by an allgather. powersgd: two matrices of 4 columns.
 COMPRESSIONS = (
-    Compression('compression="fp16"', lambda ranks: 1 / 2, 0.3e-9),
-    Compression('compression="int8"', lambda ranks: 65 / 256, 5.4e-9),
-    Compression('compression="topk:0.01"', lambda ranks: 0.01 * ranks, 2.2e-9),
-    Compression('compression="powersgd:4"', lambda ranks: 4 * 2 / _MATRIX, 0.6e-9),
+    Compression('compression="fp16"', lambda ranks: 1 / 2, 0.2e-9),
+    Compression('compression="int8"', lambda ranks: 65 / 256, 2.9e-9),
+    Compression('compression="topk:0.01"', lambda ranks: 0.01 * ranks, 0.8e-9),
+    Compression('compression="powersgd:4"', lambda ranks: 4 * 2 / _MATRIX, 1.8e-9),
 )
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import default_collate
 
 def slowly(items):
-    time.sleep(0.02)
+    time.sleep(0.05)
     return default_collate(items)
 
 def loader(x, y):
@@ -213,9 +213,9 @@ def test_a_drop_in_torch_script_ends_after_the_steps_asked_for(folder: Path) -> 
     assert {each["steps"] for each in told["steps"]} == {10}
     assert told["plan_input"]["samples_per_step"] == 8
     assert told["plan_input"]["gradient_bytes"] == 17 * 4
-    # The loader sleeps 20 ms a batch, which can only be data wait. The summary scales it to the median step, which is
+    # The loader sleeps 50 ms a batch, which can only be data wait. The summary scales it to the median step, which is
     # shorter than the mean where another process had the core for some steps.
-    assert all(each["data_s"] >= 0.01 for each in told["steps"])
+    assert all(each["data_s"] >= 0.03 for each in told["steps"])
     assert "waits-for-data" in told["advice"]
 
 
@@ -248,7 +248,7 @@ def test_a_scripts_checkpoints_runs_and_logs_are_neither_read_nor_written(folder
 def test_a_prepared_loop_is_measured(folder: Path) -> None:
     told = of_script(folder, TORCH_OWN_LOOP)
     assert {each["steps"] for each in told["steps"]} == {10 - 3}
-    assert all(each["data_s"] >= 0.01 for each in told["steps"])
+    assert all(each["data_s"] >= 0.03 for each in told["steps"])
 
 
 @pytest.mark.long  # tests/unit/telemetry finds a step of such a script on each backend
