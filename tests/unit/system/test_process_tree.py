@@ -61,6 +61,7 @@ def test_a_whole_job_is_found_and_ended_also_where_its_parent_is_gone(folder: Pa
 
 
 def test_a_program_that_wrote_over_its_environment_is_found_by_its_parent(folder: Path) -> None:
+    others = tuple(process_tree.members(str(folder), below=os.getpid()))  # workers of an earlier test's loader
     child = subprocess.Popen(["/bin/sh", "-c", "sleep 60; true"], env={})
     try:
         found = process_tree.members(str(folder), below=os.getpid())
@@ -68,7 +69,7 @@ def test_a_program_that_wrote_over_its_environment_is_found_by_its_parent(folder
         assert os.getpid() not in found
         assert child.pid not in process_tree.members(str(folder), below=os.getpid(), without=(child.pid,))
     finally:
-        process_tree.end(str(folder), below=os.getpid())
+        process_tree.end(str(folder), below=os.getpid(), without=others)
         child.wait()
 
 
