@@ -7,10 +7,7 @@ generators, changes running statistics, and asks which layer has called it. Here
 
 from __future__ import annotations
 
-import functools
 import importlib
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,16 +16,13 @@ from typing import Any
 import keras
 from keras.src import backend
 from keras.src.backend.common import global_state
-from packaging.version import Version
 
 from hvdtrain.adapter import counted_by_class
+from hvdtrain.keras.backends import backend_module
 
 Rule = bool | str | Callable[[Any], Any]
-Compiler = tuple[Callable[[], AbstractContextManager[Any]], str]
 
 _WAY_OUT = "Choose layers by a function: checkpoint_activations=lambda layer: isinstance(layer, Block)"
-_AS_USUAL: Compiler = (nullcontext, "")
-_REMOVES_BARRIERS = "cse_barrier_expander"  # XLA's name of the pass
 _CALLER = "current_call_ctx"  # Keras's name of what layers learn from those that call them, such as `training`
 
 
@@ -39,15 +33,14 @@ class ActivationCheckpoints:
 
     Args:
         chosen: the layers.
-        compiler: see `_compiler`.
-
-    Attributes:
+        compiling: returns the block in which steps are compiled; see `hvdtrain.keras.backends`.
         warning: why it saves no memory here; "" if it does.
     """
 
-    def __init__(self, chosen: Sequence[Any], compiler: Compiler | None = None) -> None:
-        self._chosen = list(chosen)
-        self._compiling, self.warning = compiler or _AS_USUAL
+    def __init__(
+        self, chosen: Sequence[Any], compiling: Callable[[], AbstractContextManager[Any]], warning: str
+    ) -> None:
+        self._chosen, self._compiling, self.warning = list(chosen), compiling, warning
         self._within = ExitStack()
 
     def __enter__(self) -> None:
@@ -100,43 +93,6 @@ def _whole() -> AbstractContextManager[Any]:
     if keras.backend.backend() != "torch":
         return nullcontext()
     return importlib.import_module("torch.utils.checkpoint").set_checkpoint_early_stop(False)  # type: ignore[no-any-return]
-
-
-def _compiler(model: Any) -> Compiler:
-    """Return the block in which steps of `model` are compiled, and why they save no memory all the same, or "".
-
-    `jax.checkpoint` puts a barrier before the second computation. On CPUs, XLA removes barriers, then finds two equal
-    computations, and does one: memory and time of a step were those without checkpoints (JAX 0.10.2). For GPUs, XLA's
-    source removes barriers after that; no GPU has run it.
-    """
-    if keras.backend.backend() != "jax" or model.run_eagerly or not model.jit_compile:
-        return _AS_USUAL
-    jax: Any = importlib.import_module("jax")
-    trainer: Any = importlib.import_module("keras.src.backend.jax.trainer")
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.default_backend() != "cpu" or _REMOVES_BARRIERS in flags:
-        return _AS_USUAL
-    # Keras may use Flax's compiler; JAX 0.5 raises for this option.
-    if not hasattr(trainer, "jit") or trainer.jit is not jax.jit or Version(jax.__version__) < Version("0.6.2"):
-        return nullcontext, (
-            "checkpoint_activations saves no memory with JAX on CPUs here: it needs JAX 0.6.2 or newer, and Keras "
-            f"without Flax. Received: JAX {jax.__version__}, and Keras compiles by {getattr(trainer, 'jit', None)}. "
-            f"Or add --xla_disable_hlo_passes={_REMOVES_BARRIERS} to XLA_FLAGS before Python starts"
-        )
-    users = re.findall(r"--xla_disable_hlo_passes=(\S+)", flags)[-1:]  # which the option would replace
-    options = {"xla_disable_hlo_passes": ",".join([*users, _REMOVES_BARRIERS])}
-    return functools.partial(_compiled_with, trainer, options), ""
-
-
-@contextmanager
-def _compiled_with(trainer: Any, options: dict[str, str]) -> Iterator[None]:
-    """Give what Keras compiles within the block these options of XLA's."""
-    jit = trainer.jit
-    trainer.jit = functools.partial(jit, compiler_options=options)
-    try:
-        yield
-    finally:
-        trainer.jit = jit
 
 
 class _Once:
@@ -289,7 +245,7 @@ def choose(model: Any, rule: Rule) -> ActivationCheckpoints:
     for layer in chosen.values():
         for each in layer._flatten_layers():
             _check(layer, each, received)
-    return ActivationCheckpoints(list(chosen.values()), _compiler(model))
+    return ActivationCheckpoints(list(chosen.values()), *backend_module().compiling_again(model))
 
 
 def _asked(parent: Any, rule: Callable[[Any], Any]) -> list[Any]:

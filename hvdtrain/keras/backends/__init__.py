@@ -15,6 +15,8 @@ Every module here has the same functions, on lists of that backend's tensors:
     fused_update(optimizer, step, gradient, ...)         updates a variable in one pass; false if it cannot
     memory_in_use()                                      bytes in use on the GPU now, and at most; None without a GPU
     untraced(function)                                   function, left alone by the backend's compiler
+    compiling_again(model)                               (block, warning): the block in which a step is compiled whose
+                                                         activations backward computes again; why it cannot, or ""
     on_host(value)                                       a variable's or a tensor's value, of its memory on CPUs
     give(variable, array)                                assigns an array that nobody else uses
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -75,6 +78,11 @@ class HostWeight:
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`: the backend runs Python as it is written."""
     return function
+
+
+def compiling_again(model: Any) -> tuple[Callable[[], AbstractContextManager[Any]], str]:
+    """Return a block that does nothing, and no warning: what is computed again stays so."""
+    return nullcontext, ""
 
 
 def fused_update(optimizer: Any, step: Any, gradient: Any, variable: Any, learning_rate: Any) -> bool:

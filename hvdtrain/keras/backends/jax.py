@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -13,6 +17,7 @@ import keras
 import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
+from packaging.version import Version
 
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics, ops
@@ -21,6 +26,8 @@ from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 from hvdtrain.system import large_arrays
 
 Tensor = Any
+
+_REMOVES_BARRIERS = "cse_barrier_expander"  # XLA's name of the pass
 
 
 class BatchWeight(HostWeight):
@@ -173,3 +180,37 @@ def _reduce_bf16(flat: Any, name: str, how: GradientReduction) -> Callable[[], A
     bits = (shards.sum(axis=0) * np.float32(how.sum_factor)).astype(flat.dtype).view(np.uint8)
     gathered = ops.call("allgather", bits, name=f"{name}.sums", **options)
     return lambda: gathered.view(flat.dtype)[: flat.size]
+
+
+def compiling_again(model: Any) -> tuple[Callable[[], AbstractContextManager[Any]], str]:
+    """Return the block in which a step of `model` is compiled, and why it saves no memory all the same, or "".
+
+    `jax.checkpoint` puts a barrier before the second computation. On CPUs, XLA removes barriers, then finds two equal
+    computations, and does one: memory and time of a step were those without checkpoints (JAX 0.10.2). For GPUs, XLA's
+    source removes barriers after that; no GPU has run it.
+    """
+    trainer: Any = importlib.import_module("keras.src.backend.jax.trainer")
+    flags, is_compiled = os.environ.get("XLA_FLAGS", ""), model.jit_compile and not model.run_eagerly
+    if not is_compiled or jax.default_backend() != "cpu" or _REMOVES_BARRIERS in flags:
+        return nullcontext, ""
+    # Keras may use Flax's compiler; JAX 0.5 raises for this option.
+    if not hasattr(trainer, "jit") or trainer.jit is not jax.jit or Version(jax.__version__) < Version("0.6.2"):
+        return nullcontext, (
+            "checkpoint_activations saves no memory with JAX on CPUs here: it needs JAX 0.6.2 or newer, and Keras "
+            f"without Flax. Received: JAX {jax.__version__}, and Keras compiles by {getattr(trainer, 'jit', None)}. "
+            f"Or add --xla_disable_hlo_passes={_REMOVES_BARRIERS} to XLA_FLAGS before Python starts"
+        )
+    users = re.findall(r"--xla_disable_hlo_passes=(\S+)", flags)[-1:]  # which the option would replace
+    options = {"xla_disable_hlo_passes": ",".join([*users, _REMOVES_BARRIERS])}
+    return functools.partial(_compiled_with, trainer, options), ""
+
+
+@contextmanager
+def _compiled_with(trainer: Any, options: dict[str, str]) -> Iterator[None]:
+    """Give what Keras compiles within the block these options of XLA's."""
+    jit = trainer.jit
+    trainer.jit = functools.partial(jit, compiler_options=options)
+    try:
+        yield
+    finally:
+        trainer.jit = jit

@@ -14,7 +14,13 @@ import tensorflow as tf
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.watchdog import waits
 from hvdtrain.keras import basics
-from hvdtrain.keras.backends import Array, HostWeight, on_update_step, wait_for_reports  # noqa: F401 - part of each backend
+from hvdtrain.keras.backends import (  # noqa: F401 - part of each backend
+    Array,
+    HostWeight,
+    compiling_again,
+    on_update_step,
+    wait_for_reports,
+)
 from hvdtrain.keras.reduction import GradientReduction, NoneCompressor, by_dtype, small_together
 from hvdtrain.system import large_arrays
 

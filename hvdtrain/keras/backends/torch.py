@@ -14,7 +14,15 @@ from packaging.version import Version
 from hvdtrain.distributed import tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics
-from hvdtrain.keras.backends import Array, HostWeight, fused_update, on_update_step, untraced, wait_for_reports  # noqa: F401 - part of each backend
+from hvdtrain.keras.backends import (  # noqa: F401 - part of each backend
+    Array,
+    HostWeight,
+    compiling_again,
+    fused_update,
+    on_update_step,
+    untraced,
+    wait_for_reports,
+)
 from hvdtrain.keras.ops import in_set
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 from hvdtrain.torch.reduction.memory import in_use
