@@ -14,8 +14,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from benchmarks.memory import reset_peak, resident
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS, SKIPPED = 8, 256, 4, 128, 16, 7, 2
 BACKENDS = ("torch", "keras-torch", "keras-tensorflow", "keras-jax")
@@ -56,17 +57,6 @@ def keras_model() -> tuple[Any, dict[str, Any]]:
     inputs = keras.Input((LENGTH, 32))
     body = [layers.Dense(WIDTH), *(Block() for _ in range(LAYERS)), layers.Dense(32)]
     return keras.Sequential([inputs, *body]), {"optimizer": "adam", "loss": "mse"}
-
-
-def resident(line: str) -> float:
-    """Return this process's resident size, of this line of its status, in MiB."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(float(each.split()[1]) / 1024 for each in status.splitlines() if each.startswith(line))
-
-
-def reset_peak() -> None:
-    """Let this process's largest resident size begin at the present one."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def train(backend: str, rule: Any) -> dict[str, float]:

@@ -67,6 +67,11 @@ def resident(line: str) -> float:
     return next(float(each.split()[1]) / 1024 for each in status.splitlines() if each.startswith(line))
 
 
+def reset_peak() -> None:
+    """Let this process's largest resident size begin at the present one."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def train_peer(kind: str, model: Any, x: Any, y: Any) -> list[float]:
     """Train by torch's own means; return the times at which steps ended."""
     import torch
@@ -128,7 +133,7 @@ def train(kind: str, model_name: str) -> None:
     import torch.distributed.optim  # before the size is taken
 
     torch.manual_seed(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the largest size begins at the present one
+    reset_peak()
     before = resident("VmRSS")
     ends = (train_peer if kind in PEERS else train_ours)(kind, *MODELS[model_name]())
     took = [after - first for first, after in itertools.pairwise(ends)][SKIPPED:]
