@@ -34,9 +34,11 @@ RUN pip install --no-deps --force-reinstall .
 RUN --mount=type=cache,target=/root/.cache/hvdtrain hvdtrain build
 
 # ---- cpu: run ---------------------------------------------------------------------------------------------------
+# torch.compile compiles when a script runs: g++ and Python's headers, 280 MiB, are for it. The gpu image's Triton needs
+# the same.
 FROM ${DEBIAN_IMAGE} AS cpu
 RUN apt-get update && apt-get install -y --no-install-recommends \
-        ca-certificates openmpi-bin openssh-client openssh-server python3 \
+        ca-certificates g++ libpython3-dev openmpi-bin openssh-client openssh-server python3 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
 COPY --from=cpu-builder /opt/hvdtrain /opt/hvdtrain
@@ -84,7 +86,7 @@ RUN --mount=type=cache,target=/root/.cache/hvdtrain hvdtrain build --cuda-arch "
 # ---- gpu: run ---------------------------------------------------------------------------------------------------
 FROM ${DEBIAN_IMAGE} AS gpu
 RUN apt-get update && apt-get install -y --no-install-recommends \
-        ca-certificates openmpi-bin openssh-client openssh-server python3 \
+        ca-certificates g++ libpython3-dev openmpi-bin openssh-client openssh-server python3 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 --shell /bin/bash hvdtrain
 COPY --from=gpu-builder /opt/hvdtrain /opt/hvdtrain

@@ -37,12 +37,12 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling engines models attack faults mutants: export CUDA_VISIBLE_DEVICES :=
+check test unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling engines models standin standin-torch attack faults mutants: export CUDA_VISIBLE_DEVICES :=
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling mutants test-packages engines models gpu-build-test attack faults gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages engines models gpu-build-test attack faults gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,12 @@ tooling: $(STAMP) ## What the project uses itself: the harness of the rank tests
 
 e2e-all: $(STAMP) ## Also those that prove a claim once more, with another launcher, signal or Keras backend
 	HVDTRAIN_TEST_LONG=1 python -m pytest tests/e2e
+
+standin: $(STAMP) ## Horovod's core as for GPUs, on a stand-in for CUDA and NCCL: order, numbers, failures (3 minutes)
+	python -m pytest -n 2 --dist worksteal --max-worker-restart 0 tests/standin/test_core.py
+
+standin-torch: $(STAMP) ## Rank tests of torch with Horovod's torch library on the stand-in (5 minutes)
+	HVDTRAIN_TEST_LONG=1 python -m pytest tests/standin/test_torch.py
 
 mutants: $(STAMP) ## Put defects into a copy of the core, one at a time: tests of `make test` must catch each (ARGS="bucket loss": some)
 	python scripts/mutants.py $(ARGS)

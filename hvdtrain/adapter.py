@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.checkpoint import Kind, StoredArray, StoredArrays, kind_of
+from hvdtrain.data.prefetch import Prefetch
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import checksums
 from hvdtrain.distributed.shard_commits import ShardCommits
@@ -324,6 +325,7 @@ class Adapter(Protocol):
 
     shard_commits: ShardCommits | None  # None if no state is in shards
     couples_samples: bool  # True if outputs depend on the other samples of the rank's batch, as with BatchNorm
+    prefetch: Prefetch | None  # gathers batches of arrays before their steps; None to gather them in their steps
 
     @property
     def step_taken(self) -> bool:

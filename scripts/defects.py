@@ -93,6 +93,28 @@ DEFECTS = (
         "if going_on < self._ranks.size:",
         ranks("trainer-torch", "iterables"),
     ),
+    # What is read ahead
+    Defect(
+        "prefetch: a batch is taken before it is gathered",
+        "hvdtrain/data/prefetch.py",
+        "        batch.gathered.result()\n",
+        "",
+        unit("data/test_prefetch.py"),
+    ),
+    Defect(
+        "prefetch: the next batch is copied before it is gathered",
+        "hvdtrain/data/prefetch.py",
+        "if asked and asked[0].gathered.done() and",
+        "if asked and",
+        unit("data/test_prefetch.py"),
+    ),
+    Defect(
+        "device copies: a step does not wait for the copy of its batch",
+        "hvdtrain/torch/ops/device_copies.py",
+        "        self._device.expect(copy)\n",
+        "",
+        unit("torch/test_prefetch.py"),
+    ),
     # What a loss weighs
     Defect(
         "losses: targets that are ignored count",
@@ -199,6 +221,20 @@ DEFECTS = (
         "one = factor / size if how.op == Average else factor",
         "one = factor",
         TORCH,
+    ),
+    Defect(
+        "gradient flags: weights travel in torch's default type, in which they may be infinite",
+        "hvdtrain/torch/reduction/reducer.py",
+        'torch.tensor(numbers, dtype=torch.float32, device="cpu")',
+        'torch.tensor(numbers, device="cpu")',
+        ranks("torch", "large_weights_come_with_gradients"),
+    ),
+    Defect(
+        "channels_last: a rank without a gradient sends its zeros in another order",
+        "hvdtrain/torch/reduction/reduction_unit.py",
+        "tensors = [in_order(each, self._order) for each in tensors]",
+        "tensors = [each.unsqueeze(-1) for each in tensors]",
+        ranks("torch", "a_rank_whose_gradient_lies_otherwise"),
     ),
     Defect(
         "error feedback: what was not sent is forgotten",
@@ -320,6 +356,34 @@ DEFECTS = (
         ranks("keras-torch", "sent_in_many_pieces"),
     ),
     Defect(
+        "shards on Keras: parts of gradients are this rank's own on TensorFlow",
+        "hvdtrain/keras/backends/tensorflow.py",
+        "tf.add_n(rows)",
+        "rows[how.rank()] * len(rows)",
+        ranks("keras-tensorflow", "gets_its_part_of_gradients"),
+    ),
+    Defect(
+        "shards on Keras: parts of gradients lack the last rank's on JAX",
+        "hvdtrain/keras/shards/jax.py",
+        "for row in others:",
+        "for row in others[:-1]:",
+        ranks("keras-jax", "gets_its_part_of_gradients"),
+    ),
+    Defect(
+        "Keras on JAX: a call in a step does not wait for those before it",
+        "hvdtrain/keras/backends/host_calls.py",
+        "begun = io_callback(_zero, mark, ordered=True)",
+        "begun = jnp.zeros((), jnp.float32)",
+        ("env", "KERAS_BACKEND=jax", *unit("keras/test_host_calls.py")),
+    ),
+    Defect(
+        "shards on Keras: the norm of gradients is that of this rank's parts",
+        "hvdtrain/keras/shards/__init__.py",
+        "optimizer.clipnorm or optimizer.global_clipnorm or optimizer.reports_updates",
+        "optimizer.reports_updates",
+        ranks("keras-jax", "norms_and_reports_are_of_whole"),
+    ),
+    Defect(
         "shards on Keras: what was gathered before a step is saved after it",
         "hvdtrain/keras/shards/__init__.py",
         "return self._values if iterations == self._iterations else {}",
@@ -384,10 +448,17 @@ DEFECTS = (
     ),
     Defect(
         "sync batch norm: each rank's mean weighs the same",
-        "hvdtrain/torch/ops/sync_batch_norm.py",
-        "mean = (means * counts).sum(0) / count",
+        "hvdtrain/torch/ops/norm_kernels.py",
+        "mean = (means * weights).sum(0) / count",
         "mean = means.mean(0)",
         ranks("torch", "batch_norm and uneven"),
+    ),
+    Defect(
+        "sync batch norm: torch's kernel divides by the count of a rank without samples",
+        "hvdtrain/torch/ops/sync_batch_norm.py",
+        ".clamp(min=_NO_SAMPLES)",
+        "",
+        ranks("torch", "batch_norm and empty"),
     ),
     # What all ranks begin with, and must agree on
     Defect(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hvdtrain.data import sharding
 from hvdtrain.data.contents import SAMPLES, Contents, compare, leaves_of, read_here, subsets
 from hvdtrain.data.generators import generators_of
+from hvdtrain.data.prefetch import Prefetch
 from hvdtrain.data.sources import (
     ROWS_OF_ARRAYS,
     ArraySource,
@@ -40,16 +41,24 @@ _SAME_DATA = (
 )
 
 
-def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0, what: str = "data") -> Source:
+def as_source(
+    data: Any,
+    *,
+    batch_size: int,
+    world: World,
+    seed: int = 0,
+    what: str = "data",
+    prefetch: Prefetch | None = None,
+) -> Source:
     """Return the source of steps for the user's data. A collective: if ranks' data differ, or one fails, all raise.
 
-    Messages call the data `what`.
+    Messages call the data `what`. `prefetch` gathers batches of arrays before they are asked for.
     """
     with agreement.everywhere(world=world, name="data"):
         sharding.check_batch_size(batch_size)
         batch_size = int(batch_size)
         try:
-            source = _read(data, batch_size=batch_size, ranks=DataRanks(world), seed=seed)
+            source = _read(data, batch_size=batch_size, ranks=DataRanks(world), seed=seed, prefetch=prefetch)
             if not isinstance(source, ArraySource):  # arrays hold none
                 given = data.data if isinstance(data, Sharded) else data
                 replays = source.generators.replays
@@ -64,7 +73,7 @@ def as_source(data: Any, *, batch_size: int, world: World, seed: int = 0, what: 
     return source
 
 
-def _read(data: Any, *, batch_size: int, ranks: DataRanks, seed: int) -> Source:
+def _read(data: Any, *, batch_size: int, ranks: DataRanks, seed: int, prefetch: Prefetch | None) -> Source:
     """Return the source; NoSamples if the data are empty. Ranks may differ."""
     of_rank: dict[str, Any] = {"batch_size": batch_size, "ranks": ranks, "seed": seed}
     rank = ranks.world.rank
@@ -76,9 +85,9 @@ def _read(data: Any, *, batch_size: int, ranks: DataRanks, seed: int) -> Source:
                 return source
     several = isinstance(data, tuple | list) and 1 <= len(data) <= 3
     if isinstance(data, Sharded):
-        return IteratedSource(_own_share(data.data, **of_rank), ranks=ranks, replays=True)
+        return IteratedSource(_own_share(data.data, **of_rank, prefetch=prefetch), ranks=ranks, replays=True)
     if several and all(part is None or are_arrays(part) for part in data):
-        return ArraySource(list(data), **of_rank)
+        return ArraySource(list(data), **of_rank, prefetch=prefetch)
     if several and isinstance(data, tuple) and any(isinstance(part, list) or are_arrays(part) for part in data):
         kinds = ", ".join(type(part).__name__ for part in data)
         raise TypeError(
@@ -87,7 +96,7 @@ def _read(data: Any, *, batch_size: int, ranks: DataRanks, seed: int) -> Source:
         )
     is_samples = isinstance(data, list) and all(isinstance(item, tuple | dict) for item in data)
     if are_arrays(data) and not is_samples:  # one array, or a dict of them
-        return ArraySource(data, **of_rank)
+        return ArraySource(data, **of_rank, prefetch=prefetch)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         dataset = IndexedSource(len(data), partial(_fetch, data, rank=rank), **of_rank)
         read = partial(read_here, lambda row: leaves_of(data[row]))
@@ -122,7 +131,7 @@ def _fetch(data: Any, rows: NDArray[np.int64], *, rank: int) -> Any:
         ) from error
 
 
-def _own_share(data: Any, *, batch_size: int, seed: int, ranks: DataRanks) -> Start:
+def _own_share(data: Any, *, batch_size: int, seed: int, ranks: DataRanks, prefetch: Prefetch | None) -> Start:
     """Return a function that iterates sharded data: a loader as it is, other data as on one process."""
     if hasattr(data, "dataset") and hasattr(data, "sampler"):  # a DataLoader, whose sampler knows its rank
         repeated = RepeatedSamples(data, is_root=ranks.world.is_root)
@@ -134,7 +143,7 @@ def _own_share(data: Any, *, batch_size: int, seed: int, ranks: DataRanks) -> St
             return repeated.watch(iter(data))
 
     else:
-        mine = _read(data, batch_size=batch_size, ranks=DataRanks(SoloWorld()), seed=seed)
+        mine = _read(data, batch_size=batch_size, ranks=DataRanks(SoloWorld()), seed=seed, prefetch=prefetch)
 
         def whole(epoch: int, shuffle: bool) -> Iterator[Any]:
             return mine.epoch(epoch, shuffle=shuffle)

@@ -7,7 +7,8 @@ needs one small allreduce per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -28,6 +29,8 @@ from hvdtrain.data.contents import (
 )
 from hvdtrain.data.generators import Generators
 from hvdtrain.data.plan import Part, Plan
+from hvdtrain.data.prefetch import Prefetch
+from hvdtrain.data.sharding import Indices
 from hvdtrain.data.trees import (
     as_array,
     check_objects,
@@ -156,6 +159,8 @@ class IndexedSource:
 
     shares: Sequence[int] | None = None
     contents: Contents | None = None
+    _prefetch: Prefetch | None = None  # reads rows of `_columns` ahead, which are all that there is to read
+    _columns: Any = None
 
     def __init__(self, num_samples: int, fetch: Fetch, *, batch_size: int, ranks: DataRanks, seed: int) -> None:
         if num_samples == 0:
@@ -170,7 +175,11 @@ class IndexedSource:
     def epoch(self, epoch: int, *, shuffle: bool, after: Consumed = NOTHING) -> Iterator[Batch]:
         """Return batches by index arithmetic: without communication, and without time for samples that are done."""
         plan = self._plan(epoch, shuffle, after.samples, shares=self.shares, assignment=after.assignment)
-        return map(partial(self._batch, self._plan(epoch, shuffle)), plan)
+        whole = self._plan(epoch, shuffle)
+        if self._prefetch is None:
+            return map(partial(self._batch, whole), plan)
+        wanted = ((part, self._rows(whole, part)) for part in plan)
+        return (self._batch(whole, part, item) for part, item in self._prefetch.read(self._columns, wanted))
 
     def rest(self, epoch: int, after: Consumed) -> Iterator[Batch]:
         """Return batches of the rest of a shuffled epoch."""
@@ -191,11 +200,15 @@ class IndexedSource:
             self._newest = newest = (epoch, self._plan(epoch, True))
         return self._batch(newest[1], newest[1][step])
 
-    def _batch(self, whole: Plan, part: Part) -> Batch:
-        """Read a part; a rank without samples reads its first part of the whole epoch, or else any sample."""
-        indices = part.indices if len(part.indices) else whole[0].indices
-        item = self._fetch(indices if len(indices) else np.zeros(1, np.int64))
+    def _batch(self, whole: Plan, part: Part, item: Any = None) -> Batch:
+        """Return a part as a batch, with the item that was read of it; None to read it now."""
+        item = self._fetch(self._rows(whole, part)) if item is None else item
         return Batch(*unpack(item), len(part.indices), part.global_count, part.indices, item=item, largest=part.largest)
+
+    def _rows(self, whole: Plan, part: Part) -> Indices:
+        """Return the rows to read: without samples those of the rank's first part of the epoch, or else any row."""
+        indices = part.indices if len(part.indices) else whole[0].indices
+        return indices if len(indices) else np.zeros(1, np.int64)
 
     def _plan(self, epoch: int, shuffle: bool, start: int = 0, **division: Any) -> Plan:
         order = sharding.EpochOrder(self._num_samples, epoch=epoch, seed=self._seed, shuffle=shuffle)
@@ -203,9 +216,14 @@ class IndexedSource:
 
 
 class ArraySource(IndexedSource):
-    """A tree of arrays; a tuple or list of up to three is (inputs, targets, sample_weight)."""
+    """A tree of arrays; a tuple or list of up to three is (inputs, targets, sample_weight).
 
-    def __init__(self, item: Any, **options: Any) -> None:
+    Args:
+        item: the tree.
+        prefetch: gathers batches before they are asked for; None to gather them then.
+    """
+
+    def __init__(self, item: Any, *, prefetch: Prefetch | None = None, **options: Any) -> None:
         num_samples, *others = {num_rows(leaf) for leaf in leaves(item)}
         if others:
             named = zip(("inputs", "targets", "sample_weight"), unpack(item), strict=True)
@@ -214,6 +232,7 @@ class ArraySource(IndexedSource):
             raise ValueError(f"Arrays must have one row per sample. Received lengths: {lengths} on rank {rank}")
         # Convert whole arrays once: otherwise each batch would copy all of what is not an array yet.
         columns = tree_map(as_array, item)
+        self._columns, self._prefetch = columns, prefetch
         for leaf in leaves(columns):
             check_objects(leaf, options["ranks"].world.rank)
         super().__init__(num_samples, lambda rows: take(columns, rows), **options)
@@ -290,6 +309,16 @@ class IteratedSource:
                         batch = replace(as_batch(self._filler(rows)), local_count=0)
                 # Indices of a shard are not those of the whole dataset.
                 yield replace(batch, global_count=samples, largest=max(of_ranks), indices=None, done=done)
+
+
+@contextmanager
+def reading(batches: Iterator[Batch]) -> Iterator[Iterator[Batch]]:
+    """Read batches; at the end of the block, also after an error, end what they have started, such as a thread."""
+    try:
+        yield batches
+    finally:
+        if isinstance(batches, Generator):
+            batches.close()
 
 
 def skip(items: Iterator[Any], count: int) -> None:

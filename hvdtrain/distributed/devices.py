@@ -7,9 +7,7 @@ import json
 import logging
 import os
 import platform
-import re
 import socket
-import subprocess
 import uuid as uuids
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.distributed.launch_environment import named
 from hvdtrain.errors import LaunchError
+from hvdtrain.system import gpus
 
 log = logging.getLogger("hvdtrain")
 
@@ -28,9 +27,6 @@ Bytes = NDArray[np.uint8]
 
 picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its script chooses by itself
 _compare: Callable[[], None] | None = None
-
-# "GPU 0: NVIDIA A100 (UUID: GPU-...)", below which stand its slices: "  MIG 1g.5gb  Device 0: (UUID: MIG-...)".
-_LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re.MULTILINE)
 
 
 class RankDevice(NamedTuple):
@@ -52,13 +48,13 @@ class RankDevice(NamedTuple):
 
 def gpu_of(local_rank: int, count: int) -> int:
     """Return which of the `count` GPUs that this process sees belongs to `local_rank`."""
-    if count == 1:  # the launcher (Slurm, Kubernetes) already gave each rank its own
-        return 0
-    if local_rank >= count:
-        raise RuntimeError(
-            f"local rank {local_rank} has no GPU: this host shows {count}. Launch at most {count} ranks on it."
-        )
-    return local_rank
+    # With CUDA_VISIBLE_DEVICES, or one GPU, the launcher (Slurm, Kubernetes) may have given each rank GPUs of its own:
+    # one, or several. `compare` finds ranks that share one.
+    if local_rank < count or count == 1 or gpus.VISIBLE in os.environ:
+        return local_rank % count
+    raise RuntimeError(
+        f"local rank {local_rank} has no GPU: this host shows {count}. Launch at most {count} ranks on it."
+    )
 
 
 def introduce(
@@ -99,7 +95,7 @@ def compare(mine: RankDevice, module: ModuleType, run: Callable[..., Bytes], *, 
     if shared and nccl:
         raise LaunchError(
             f"{shared}. NCCL takes one rank a GPU. Launch at most as many ranks on a host as it has GPUs, or show each "
-            "rank one of its own (CUDA_VISIBLE_DEVICES)."
+            f"rank one of its own (CUDA_VISIBLE_DEVICES).{_advice(ranks)}"
         )
     without = [rank for rank, each in enumerate(ranks) if each.kind == "cpu"]
     if nccl and without and any(each.kind == "cuda" for each in ranks):
@@ -109,6 +105,13 @@ def compare(mine: RankDevice, module: ModuleType, run: Callable[..., Bytes], *, 
         )
     if shared and module.rank() == 0:
         log.warning("%s. They take turns on it, and its memory must hold them all.", shared)
+
+
+def _advice(ranks: Sequence[RankDevice]) -> str:
+    """Return what else helps where MIG instances are shared."""
+    if not any(each.uuid.startswith("MIG-") for each in ranks):
+        return ""
+    return " Of several MIG instances in it, CUDA shows a process the first one alone."
 
 
 def in_words(ranks: Sequence[RankDevice]) -> str:
@@ -122,28 +125,9 @@ def in_words(ranks: Sequence[RankDevice]) -> str:
 
 
 def from_driver(index: int) -> tuple[str, str]:
-    """Return UUID and name of the GPU that CUDA will call `index` in this process; ("", "") where nvidia-smi is silent.
+    """Return UUID and name of the GPU that CUDA will call `index` in this process; ("", "") where it is unknown.
 
-    For frameworks that know it only once they run. GPUs are counted as nvidia-smi does, which is CUDA's order
-    among equal ones.
+    For frameworks that know it only once they run.
     """
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return "", ""
-    cards: list[list[tuple[str, str]]] = []  # of each: itself, then its MIG instances
-    for number, name, mig, uuid in _LISTED.findall(listed):
-        if number:
-            cards.append([(uuid, name)])
-        elif cards:
-            cards[-1].append((uuid, f"{cards[-1][0][1]} {mig}"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(n) for n in range(len(cards))] if visible is None else [n.strip() for n in visible.split(",")]
-    wanted = (names[index] if index < len(names) else "") or "none"
-    for number, (card, *instances) in enumerate(cards):
-        if wanted == str(number) or card[0].startswith(wanted):
-            return instances[0] if instances else card  # of instances that are not named, CUDA takes the first
-        for each in instances:
-            if each[0].startswith(wanted):
-                return each
-    return "", ""
+    shown = gpus.visible()
+    return (shown[index].uuid, shown[index].name) if index < len(shown) else ("", "")

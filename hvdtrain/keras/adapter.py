@@ -176,6 +176,7 @@ class KerasAdapter:
         self._started = False
         self._fresh = True  # until the first step after metrics were read
         self._training = False  # the metrics are those of an unfinished epoch
+        self._trained: set[int] | None = None  # weights that the last step trains; None before the first
         self._restored: training_state.Restored | None = None  # by the last `load_state`, until ranks share it
         self._resumed: training_state.Arrays = {}  # its metrics are loaded with the first batch
         self._logs: dict[str, Any] = {}  # what the last step returned; empty where that is not computed
@@ -186,6 +187,7 @@ class KerasAdapter:
         self._memories = Memories(model, self._parts, options.compression)
         self._delayed: delayed.Delayed | None = None
         self.shard_commits = commits_of(self._of_optimizers) if options.shard is not None else None
+        self.prefetch = None  # each backend moves a batch to its device by itself
         weigh_losses_by_samples(model)
         if self._weighted:
             self._set_batch_weight(1.0)  # before anything is compiled
@@ -269,13 +271,22 @@ class KerasAdapter:
             self._model.train_function = None  # it may have been compiled for other ranks
             self._begin_checks()
         if self._model.built:
+            self._follow_trainable()
             self._broadcast()
         if self._delayed is not None:
             self._delayed.start()
         self._memories.reset()  # only now no exchange changes them
 
+    def _follow_trainable(self) -> None:
+        """Train the weights that are trainable now, where the script or a callback has frozen or unfrozen layers."""
+        before, self._trained = self._trained, {id(v) for v in self._model.trainable_variables}
+        if before not in (None, self._trained) and (done := trained.follow(self._model)):
+            self.notes.append(f"other layers are trainable: {done}")
+
     def train_step(self, batches: Sequence[Batch]) -> None:
         """Take the step: `accumulate` passes through Keras's train step, the last of which reduces and updates."""
+        if self._fresh and self._model.built:
+            self._follow_trainable()
         self._begin(batches[0])
         self._training = True
         self._resume_metrics()

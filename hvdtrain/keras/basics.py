@@ -87,6 +87,15 @@ def local_size() -> int:
     return world.current().local_size
 
 
+def has_small_hosts() -> bool:
+    """True if no host has more than two ranks, or one host has all; equal on all ranks."""
+    module = running()
+    if module is None or size() == local_size():
+        return True
+    native: Any = importlib.import_module(f"{module.__name__}.mpi_ops")  # horovod.torch itself lacks the name
+    return bool(native.is_homogeneous()) and local_size() <= 2
+
+
 def cross_rank() -> int:
     """This host's number among the hosts."""
     module = running()

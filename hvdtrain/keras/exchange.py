@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hvdtrain.keras.backends import backend_module
@@ -20,6 +21,8 @@ class Exchange:
         It is called where weights would change: after accumulation, before clipping. JAX calls it in other steps too,
         whose result it drops. In a graph it is traced.
 
+        With sharded state, `are_parts` of the part's `_hvd_state` is set if the result is this rank's parts.
+
         Args:
             part: the `DistributedMixin`.
             gradients: of its current `variables`.
@@ -37,7 +40,13 @@ class EveryStep(Exchange):
         """Return the mean over ranks."""
         if not part._hvd_how.active():
             return super().finish(part, gradients)
-        return _backend.on_update_step(part, part._hvd_reduce, list, gradients), None
+        shards, state = part._hvd_shards, part._hvd_state
+        if shards is None or not shards.reduces_parts(part):
+            return _backend.on_update_step(part, part._hvd_reduce, list, gradients), None
+        state.are_parts, variables = True, state.variables
+        reduce = partial(shards.reduced_parts, names=part._hvd_names(variables), variables=variables)
+        own = partial(shards.parts, variables=variables)
+        return _backend.on_update_step(part, reduce, own, gradients), None
 
 
 class Reduced(Exchange):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax
 
 from hvdtrain.distributed import devices, launch_environment
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.system import gpus
 
 
 def pick_device(local_rank: int) -> str:
@@ -43,7 +45,10 @@ def _count_gpus() -> int:
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if not {"cuda", "gpu"} & set(platforms) or not any(map(importlib.util.find_spec, plugins)):
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(gpus.VISIBLE)
     if visible is None:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return sum(each.strip() not in ("", "-1") for each in visible.split(","))
+    if gpus.names_instances(visible):
+        return 1
+    # CUDA does not read on after -1.
+    return len(list(itertools.takewhile(lambda each: each.strip() not in ("", "-1"), visible.split(","))))

@@ -6,7 +6,9 @@ Below them are those on host (numpy) arrays. Unlike World's, they take Horovod's
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -218,8 +220,8 @@ def begin(kind: str, array: Array, *, process_set: Any | None = None, **options:
     """Start a collective of one result on `array`, which may be overwritten; return a function that waits for it.
 
     Args:
-        kind: "allreduce" for a mean or sum, "allgather" or "alltoall" of equal parts.
-        array: on the host. It must not be used again.
+        kind: "allreduce" for a mean or sum, "allgather" or "alltoall".
+        array: on the host. It must not change, and for an allreduce not be used again.
         process_set: ranks that take part; None means all.
         options: of Horovod's function.
     """
@@ -227,15 +229,50 @@ def begin(kind: str, array: Array, *, process_set: Any | None = None, **options:
         return allreduce_in_place(array, process_set=process_set, **options)
     module: Any = basics.running()
     if module is None or module.__name__ != "horovod.torch":
-        result = call(kind, array, process_set=process_set, **options)
+        result = _first(call(kind, array, process_set=process_set, **options))
         return lambda: result
-    handle = getattr(module, f"{kind}_async")(_torch_tensor(array), **in_set(process_set), **options)
+    handle = getattr(module, f"{kind}_async")(_read_only(array), **in_set(process_set), **options)
 
     def wait() -> Array:
-        received = module.synchronize(handle)
-        return (received[0] if isinstance(received, tuple) else received).numpy()  # type: ignore[no-any-return]
+        return _first(module.synchronize(handle)).numpy()  # type: ignore[no-any-return]
 
     return wait
+
+
+def finish_in_turn(started: Iterable[Callable[[], Any]], *, at_once: int | None = None) -> None:
+    """Finish operations in their order. On an error, wait for those in flight first: they use this process's memory.
+
+    Args:
+        started: starts each operation as it comes to it, and yields a function that waits for it.
+        at_once: so many are in flight at most; None: all.
+    """
+    in_flight: deque[Callable[[], Any]] = deque()
+    try:
+        for finish in started:
+            in_flight.append(finish)
+            if len(in_flight) == at_once:
+                in_flight.popleft()()
+        while in_flight:
+            in_flight.popleft()()
+    finally:
+        for finish in in_flight:
+            with suppress(BaseException):
+                finish()
+
+
+def _first(received: Any) -> Any:
+    """Return what was received, without the counts that an alltoall also returns."""
+    return received[0] if isinstance(received, tuple) else received
+
+
+def _read_only(array: Array) -> Any:
+    """Return a tensor of an array's memory, which is not written to."""
+    import torch.utils.dlpack
+
+    try:
+        return torch.utils.dlpack.from_dlpack(np.require(array, requirements="C"))
+    except BufferError:  # NumPy before 2.1
+        return _torch_tensor(array)
 
 
 def _torch_tensor(array: Array) -> Any:

@@ -43,6 +43,7 @@ class _StepState:
     exchange: Exchange = EVERY_STEP
     memory: ErrorFeedback | None = None  # None before it is needed
     shards: Shards | None = None  # likewise, and without shards
+    are_parts: bool = False  # whether the step's reduced gradients are this rank's parts of them
     weight_names: dict[int, str] = field(
         default_factory=dict
     )  # in `memory`, by `identity`; empty outside of the Trainer
@@ -96,6 +97,11 @@ class DistributedMixin(keras.optimizers.Optimizer):
         state.weight.set(float(value))
 
     @property
+    def reports_updates(self) -> bool:
+        """True if gradients are checked, and skipped updates are reported; see `skip_non_finite`."""
+        return self._hvd_state.report is not None
+
+    @property
     def has_stepped(self) -> bool:
         """True if gradients of a step, or of a traced step, have come here; the step may have been skipped."""
         return self._hvd_state.has_gradients
@@ -128,7 +134,7 @@ class DistributedMixin(keras.optimizers.Optimizer):
     @_backend.untraced
     def _clip_gradients(self, grads: list[Any]) -> Any:
         state = self._hvd_state
-        state.reached = 2
+        state.reached, state.are_parts = 2, False
         own = None if state.report is None else _backend.non_finite_flags(grads)
         grads, state.may_change = state.exchange.finish(self, grads)
         if state.report is not None:
@@ -154,7 +160,8 @@ class DistributedMixin(keras.optimizers.Optimizer):
             if shards is None:
                 parent._backend_update_step(grads, trainable_variables, learning_rate)
                 return
-            shards.step(self, lambda g, v: parent._backend_update_step(g, v, learning_rate), grads, trainable_variables)
+            parts = grads if self._hvd_state.are_parts else shards.parts(grads, trainable_variables)
+            shards.step(self, lambda g, v: parent._backend_update_step(g, v, learning_rate), parts, trainable_variables)
 
         def update() -> None:
             parent._apply_weight_decay(trainable_variables)

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from hvdtrain.keras.optimizer import distributed_part
+from hvdtrain.keras.variables import path
 
 
 def flags_of(model: keras.Model) -> list[bool]:
@@ -61,6 +62,29 @@ def build_again(model: keras.Model) -> None:
     optimizer._trainable_variables_indices = {}  # else JAX's step counts those of before, too
     optimizer.build(model.trainable_variables)
     model.train_function = None
+
+
+def follow(model: keras.Model) -> str:
+    """Let the next step train the weights that are trainable now; return what was done to the optimizer, or "".
+
+    Keras's compiled step trains those of before, without a word, and its optimizer has no state for others. Here the
+    optimizer is built again for them, and weights that it has trained keep their state.
+    """
+    model.train_function = None
+    optimizer = _own(model)
+    if not optimizer.built or optimizer_fits(model):
+        return ""
+    before, held = list(optimizer._trainable_variables), list(optimizer.variables)
+    build_again(model)
+    weights = {id(v): v for v in [*before, *model.trainable_variables]}.values()
+    if len({path(v) for v in weights}) < len(weights):  # equal names do not say which state is whose
+        return "the optimizer was built again for the weights that are trained now, and its state is new"
+    kept = {path(v): v for v in held}
+    for variable in optimizer.variables[len(held) :]:
+        if path(variable) in kept:
+            # A copy: on JAX, the step gives up the memory of both.
+            variable.assign(keras.ops.copy(keras.ops.convert_to_tensor(kept[path(variable)])))
+    return "the optimizer was built again for the weights that are trained now; those it has trained keep their state"
 
 
 def latest(

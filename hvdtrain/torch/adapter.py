@@ -16,6 +16,7 @@ from torch import nn
 
 import hvdtrain.torch as hvd
 from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
+from hvdtrain.data.prefetch import Prefetch
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import tree_map
 from hvdtrain.distributed import agreement, launch_environment, tuning
@@ -24,7 +25,7 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.telemetry.memory import Held
-from hvdtrain.torch.ops import engine, lazy, names
+from hvdtrain.torch.ops import device_copies, engine, lazy, names
 from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.finite import first_non_finite
 from hvdtrain.torch.ops.gpu_clock import GpuClock
@@ -109,6 +110,7 @@ class TorchAdapter:
             self._step = kind(given, step, self._to_device, world.rank, has_metrics=bool(named))
         self._training = False  # the totals are those of an unfinished epoch
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        self._copies = device_copies.of(self._device, self._dtype)
         # True if ranks wait for each other before backward: one without samples must go forward and backward as well.
         self._has_sync_norm = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         self._syncs_in_forward = self._has_sync_norm
@@ -141,6 +143,15 @@ class TorchAdapter:
         updates = [*self._updates.values(), *self._joined.values()]
         tried = [each.step.was_taken for each in updates if each.step.was_taken is not None]
         return self.fault is None and (not tried or any(was_taken() for was_taken in tried))
+
+    @property
+    def prefetch(self) -> Prefetch | None:
+        """Gathers batches of arrays in pinned memory before their steps, on a GPU."""
+        if self._copies is None:
+            return None
+        # Of several batches in a step, or of parts of one, the device shall not hold all at once.
+        saves_memory = self._options.accumulate > 1 or self._options.micro_batch is not None
+        return Prefetch(self._copies, step=self._options.accumulate, copies=not saves_memory)
 
     @property
     def learning_rates(self) -> list[float]:
@@ -550,7 +561,7 @@ class TorchAdapter:
             )
 
     def _to_device(self, tree: Any) -> Any:
-        return move(lambda value: as_tensor(value, self._device, self._dtype), tree)
+        return move(lambda value: as_tensor(value, self._device, self._dtype, self._copies), tree)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _AUTOCAST.get(self._options.precision)

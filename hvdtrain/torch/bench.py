@@ -13,7 +13,7 @@ import hvdtrain.torch as hvd
 
 def allreduce_of(num_bytes: int, *, device: str) -> Callable[[], None]:
     """Return a function that reduces a float32 tensor of `num_bytes` in place, as gradients are, and waits for it."""
-    tensor = torch.ones(num_bytes // 4, device=device)
+    tensor = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     name = f"bench.{num_bytes}"
 
     def reduce() -> None:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.distributed import devices
+from hvdtrain.system import gpus
 
 _DYNAMO = "torch._dynamo"
 _METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # torch._disable_dynamo wraps them
@@ -35,7 +36,9 @@ def has_gpu() -> bool:
 def gpu(index: int) -> tuple[str, str]:
     """Return UUID and name of a GPU that this process sees."""
     found = torch.cuda.get_device_properties(index)
-    return f"GPU-{found.uuid}", str(found.name)
+    # An instance is what the variable says: CUDA may give the number of the GPU that it is a part of.
+    named = os.environ.get(gpus.VISIBLE, "").partition(",")[0].strip()
+    return named if gpus.names_instances(named) else f"GPU-{found.uuid}", str(found.name)
 
 
 def why_not(horovod: ModuleType) -> str:

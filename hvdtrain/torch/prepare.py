@@ -17,7 +17,7 @@ from hvdtrain.distributed import streams
 from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.data.short_batches import ShortBatches
-from hvdtrain.torch.ops import dtypes, names
+from hvdtrain.torch.ops import device_copies, dtypes, names
 from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 from hvdtrain.torch.sources import LoaderSource
@@ -89,6 +89,7 @@ class PreparedLoader:
     def __init__(self, loader: DataLoader[Any], source: LoaderSource, model: torch.nn.Module, world: World) -> None:
         self._loader, self._source, self._model, self._world = loader, source, model, world
         self._device = next(model.parameters()).device
+        self._copies = device_copies.of(self._device)
         self._epoch = self.count = 0
 
     def __len__(self) -> int:
@@ -113,7 +114,7 @@ class PreparedLoader:
                 is_short = held < size * (self._loader.batch_size or 1)
                 how = {"is_short": is_short, "is_before": index == len(self) - 1}
                 weights.begin(id(self), count * size / held, **how)
-            placed, is_left = tree_map(lambda value: as_tensor(value, self._device), item), True
+            placed, is_left = tree_map(lambda value: as_tensor(value, self._device, None, self._copies), item), True
             try:
                 yield placed
                 is_left = False

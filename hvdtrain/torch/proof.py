@@ -15,7 +15,9 @@ def step_difference(world: World) -> float:
     """Return the largest difference between a weight after all ranks' step, and after one process's on their data."""
     shapes = ((8, world.size, 5), (8, world.size, 3), (5, 3))
     generator = torch.Generator().manual_seed(0)
-    inputs, targets, start = (torch.randn(shape, generator=generator) for shape in shapes)
+    inputs, targets, start = (
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes
+    )
 
     def step(part: slice, wrap: Callable[[Any], Any] = lambda plain: plain) -> torch.Tensor:
         weights = torch.nn.Parameter(start.clone())

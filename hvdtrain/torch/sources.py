@@ -40,6 +40,7 @@ from hvdtrain.distributed import streams
 from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World, current
 from hvdtrain.torch.data.contents import read
+from hvdtrain.torch.data.draws import iterate, sampling
 from hvdtrain.torch.data.seeded_batches import SeededBatches
 
 _NOT_OF_ORDER = (
@@ -105,7 +106,9 @@ class _SharedOrder(ShardSampler):
         super().set_epoch(epoch, start=start)
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        self._drawn = self._ranks.world.broadcast(np.fromiter(self._sampler, np.int64, self._total), name="sampler")
+        with sampling(self._sampler):
+            drawn = np.fromiter(self._sampler, np.int64, self._total)
+        self._drawn = self._ranks.world.broadcast(drawn, name="sampler")
 
     def order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         """Return the function from positions in the epoch to samples."""
@@ -173,9 +176,9 @@ class LoaderSource:
         self._batches.begin(batches, self._sampler.seed, epoch)
         if not plan.is_equal:
             loader = _like(self._loader, batch_sampler=self._batches)  # its workers end with the iteration
-            return self._fetch(parts, iter(loader), order(np.zeros(1, np.int64)).tolist())
+            return self._fetch(parts, iterate(loader), order(np.zeros(1, np.int64)).tolist())
         before = order(np.array(range(rank, after.samples, size)[-self._batch_size :], np.int64)).tolist()
-        return self._fetch(parts, iter(self._loader), before or [0] * (after.samples > 0))
+        return self._fetch(parts, iterate(self._loader), before or [0] * (after.samples > 0))
 
     def in_order(self) -> Iterator[Batch]:
         """Return batches of all samples: neither shuffled, nor with `drop_last`."""
@@ -241,13 +244,15 @@ def _own_batches(loader: DataLoader[Any], epoch: int, after: Consumed, ranks: Da
     sampler: Any = loader.batch_sampler or loader.sampler
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    batches = ranks.world.broadcast_object([np.asarray(batch).tolist() for batch in sampler], name="batch_sampler")
+    with sampling(sampler):
+        drawn = [np.asarray(batch).tolist() for batch in sampler]
+    batches = ranks.world.broadcast_object(drawn, name="batch_sampler")
     mine = batches[after.batches + ranks.rank :: ranks.size]
     counts = [len(rows) if isinstance(rows, list) else None for rows in mine]
     order = SeededBatches(loader)
     order.begin(zip(count(after.batches + ranks.rank, ranks.size), mine, strict=False), seed, epoch)
     how = {"batch_sampler": order} if loader.batch_sampler else {"batch_size": None, "sampler": order}
-    return map(as_batch, iter(_like(loader, **how)), counts)
+    return map(as_batch, iterate(_like(loader, **how)), counts)
 
 
 def _every_size_th(loader: DataLoader[Any], ranks: DataRanks) -> Start:
@@ -259,7 +264,10 @@ def _every_size_th(loader: DataLoader[Any], ranks: DataRanks) -> Start:
         def rest() -> Iterator[Any]:
             if hasattr(loader.dataset, "set_epoch"):
                 loader.dataset.set_epoch(epoch)
-            items, first = repeated.watch(iter(loader)), after.batches + ranks.rank
+            # Without workers, the data's own code may run here, and finds the default device as it is.
+            is_plain = not loader.num_workers and loader.generator is None
+            items = repeated.watch(iter(loader) if is_plain else iterate(loader))
+            first = after.batches + ranks.rank
             read = max(0, first - ranks.size + 1) if after.batches else 0  # as many as this rank had read
             skip(items, read)
             return islice(items, first - read, None, ranks.size)

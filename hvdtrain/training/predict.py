@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.adapter import Adapter
 from hvdtrain.data.reading import as_source
-from hvdtrain.data.sources import OrderedSource, Source
+from hvdtrain.data.sources import OrderedSource, Source, reading
 from hvdtrain.data.trees import leaves, tree_map
 from hvdtrain.distributed import agreement
 from hvdtrain.distributed.data_ranks import DataRanks
@@ -21,7 +21,7 @@ def predict(adapter: Adapter, world: World, x: Any, *, batch_size: int) -> Any:
     samples = isinstance(x, list) and any(isinstance(item, tuple | dict) for item in x)  # as in `fit`
     if isinstance(x, tuple | list) and not samples and all(hasattr(leaf, "shape") for leaf in leaves(x)):
         x = (x,)  # several inputs, none of them targets
-    source = as_source(x, batch_size=batch_size, world=world)
+    source = as_source(x, batch_size=batch_size, world=world, prefetch=adapter.prefetch)
     with agreement.everywhere(world=world, name="predict.shard"):
         indices, shards = _predict_shard(adapter, _ordered(source, x), world)
         if not shards:  # this rank has no samples: any sample gives the shape of its outputs
@@ -62,17 +62,18 @@ def _predict_shard(
 ) -> tuple[list[NDArray[np.int64]], list[Any]]:
     """Return the indices and the outputs of this rank's batches, whose outputs have one row a sample."""
     indices, shards, first = [], [], None
-    for batch in source.in_order():
-        if not batch.local_count or batch.indices is None:
-            continue
-        outputs = adapter.predict_step(batch.inputs)
-        if any(np.shape(leaf)[:1] != (batch.local_count,) for leaf in leaves(outputs)):
-            raise _no_rows(outputs, batch.local_count, world)
-        first = batch if first is None else first
-        indices.append(batch.indices)
-        shards.append(outputs)
-        if len(shards) == steps:
-            break
+    with reading(source.in_order()) as batches:
+        for batch in batches:
+            if not batch.local_count or batch.indices is None:
+                continue
+            outputs = adapter.predict_step(batch.inputs)
+            if any(np.shape(leaf)[:1] != (batch.local_count,) for leaf in leaves(outputs)):
+                raise _no_rows(outputs, batch.local_count, world)
+            first = batch if first is None else first
+            indices.append(batch.indices)
+            shards.append(outputs)
+            if len(shards) == steps:
+                break
     if first is not None and len({len(each) for each in indices}) == 1:
         _check_row(adapter, first.inputs, shards[0], first.local_count, world)
     return indices, shards

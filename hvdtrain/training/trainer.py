@@ -375,7 +375,7 @@ class Trainer:
                 "evaluate() was called in the middle of a training epoch: it would mix its metrics with the epoch's. "
                 "Call it in on_epoch_end, or after fit."
             )
-        source = as_source(data, batch_size=batch_size, world=self.world, seed=self._config["seed"])
+        source = as_source(data, **self._of_rank(batch_size))
         return evaluate(self._adapter, self, source)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
@@ -508,7 +508,8 @@ class Trainer:
         return found * epochs
 
     def _of_rank(self, batch_size: int) -> dict[str, Any]:
-        return {"batch_size": batch_size, "world": self.world, "seed": self._config["seed"]}
+        common = {"world": self.world, "seed": self._config["seed"], "prefetch": self._adapter.prefetch}
+        return {"batch_size": batch_size, **common}
 
     def _steps_per_epoch(self, batches: int | None) -> int | None:
         return None if batches is None else -(-batches // self._config["accumulate"])

@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.adapter import Adapter
 from hvdtrain.callbacks.base import Callback, CallbackList, RunContext
 from hvdtrain.data.generators import Generators
-from hvdtrain.data.sources import Source
+from hvdtrain.data.sources import Source, reading
 from hvdtrain.data.trees import is_array
 from hvdtrain.distributed import rank_state
 from hvdtrain.distributed.data_ranks import DataRanks
@@ -62,12 +62,13 @@ def evaluate(adapter: Adapter, context: RunContext, source: Source, hooks: Itera
     """Return the loss and metrics over all of the data, exact over all ranks."""
     if source.facts.get("endless"):
         raise ValueError("data to evaluate never ends. Received: an infinite dataset. Bound it: .take(batches)")
-    for step, batch in enumerate(source.epoch(0, shuffle=False)):
-        for hook in hooks:
-            hook.on_validation_step_begin(context, step)
-        adapter.eval_step(batch)
-        for hook in hooks:
-            hook.on_validation_step_end(context, step)
+    with reading(source.epoch(0, shuffle=False)) as batches:
+        for step, batch in enumerate(batches):
+            for hook in hooks:
+                hook.on_validation_step_begin(context, step)
+            adapter.eval_step(batch)
+            for hook in hooks:
+                hook.on_validation_step_end(context, step)
     return adapter.metrics(lambda vector: DataRanks(context.world).allreduce(vector, name="metrics"))
 
 

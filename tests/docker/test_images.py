@@ -79,8 +79,32 @@ def image(request: pytest.FixtureRequest, docker: engine.Docker, pip_configurati
     docker.run("image", "rm", "--force", name, *([base] if made else []), check=False)
 
 
-def test_image_holds_no_build_tools_and_its_user_is_not_root(image: Image) -> None:
-    tools = "g++ c++ gcc cc make cmake ninja ld"
+# It counts libraries: torch must have compiled its C++, forward and backward.
+COMPILED = """
+import pathlib, tempfile, torch
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 2))
+x = torch.randn(4, 8)
+compiled = torch.compile(model)
+loss = compiled(x).square().sum()
+loss.backward()
+torch.testing.assert_close(loss, model(x).square().sum())
+assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], counters
+libraries = list(pathlib.Path(tempfile.gettempdir()).glob("torchinductor_*/**/*.so"))
+assert libraries
+print("compiled", len(libraries))
+"""
+
+
+@pytest.mark.parametrize("options", [(), READ_ONLY], ids=["writable", "read-only"])
+def test_torch_compiles_a_model(image: Image, options: tuple[str, ...]) -> None:
+    writable = [word.replace("/tmp", "/tmp:exec") if word == "/tmp" else word for word in options]
+    assert "compiled" in image.run("python", "-c", COMPILED, options=(*ALONE, *writable))
+
+
+def test_image_holds_no_build_tools_but_a_compiler_and_its_user_is_not_root(image: Image) -> None:
+    tools = "make cmake ninja"
     found = image.run("sh", "-c", f"id -u; for tool in {tools}; do command -v $tool || true; done")
     assert found.split() == ["1000"]
     image.run("sh", "-c", "test ! -w /opt/hvdtrain && test -w .")

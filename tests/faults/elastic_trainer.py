@@ -103,9 +103,10 @@ class Script(Callback):
             dies(rank=world.rank, size=world.size)
 
     def on_step_end(self, trainer: hvdtrain.Trainer, step: int) -> None:
-        if SECONDS or (SCENARIO == "grow-to-3" and world.size == 2 and trainer.global_step > FAULT_STEP):
+        if SECONDS:
             time.sleep(0.05)
         if SCENARIO == "grow-to-3" and world.size == 2:
+            time.sleep(0.2)  # the time of steps decides how many pass before ranks hear from the root of new hosts
             say("step", **place(trainer))
         if trainer.global_step == FAULT_STEP and world.is_root and changes_hosts():
             while not commits[-1].hosts_have_changed:

@@ -42,8 +42,9 @@ class Job:
 
     def one(self, fact: str, **what: Any) -> dict[str, Any]:
         """Return the only one."""
-        (found,) = self.of(fact, **what)
-        return found
+        found = self.of(fact, **what)
+        assert len(found) == 1, f"{len(found)} of {fact} {what}\n{self.output[-6000:]}\n{self.facts}"
+        return found[0]
 
     def together(self, fact: str, size: int = 2, **what: Any) -> dict[str, Any]:
         """Return the fact of rank 0 of so many, which hold the same bits."""

@@ -249,7 +249,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def select(options: argparse.Namespace) -> list[tuple[Group, int]]:
     """Return the rows of the matrix that the options leave."""
     groups = [group for group in GROUPS if (group.name in options.only if options.only else not group.packages)]
-    if options.core or not mpi_is_built():
+    if options.core or not (options.only or mpi_is_built()):
         # Without MPI every group runs over Gloo already.
         groups = [group for group in groups if "--gloo" not in group.launcher_options]
     if not (options.only or options.all or options.core or options.path):

@@ -92,3 +92,21 @@ def make(net):
     world.use(world.SoloWorld())
     yield trainer
     world.use(None)
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch, tmp_path):
+    """Return what puts an nvidia-smi on PATH that lists these GPUs (-L) and answers each query with these lines."""
+
+    def install(listed, queried=""):
+        folder = tmp_path / "driver"
+        folder.mkdir(exist_ok=True)
+        (folder / "listed").write_text(listed)
+        (folder / "queried").write_text(queried)
+        program = folder / "nvidia-smi"
+        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && exec cat {folder}/listed\nexec cat {folder}/queried\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return install

@@ -21,7 +21,13 @@ from packaging.version import Version
 
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics, ops
-from hvdtrain.keras.backends import Array, HostWeight, fused_update, untraced  # noqa: F401 - part of each backend
+from hvdtrain.keras.backends import (  # noqa: F401 - part of each backend
+    Array,
+    HostWeight,
+    fused_update,
+    host_calls,
+    untraced,
+)
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
 from hvdtrain.system import large_arrays
 
@@ -115,9 +121,10 @@ def reduce_gradients(
     """Return `gradients` reduced over ranks."""
     wires = [how.compression.compress(g)[0] for g in gradients]
     shapes = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in wires]
-    # The callback holds no traced value but its arguments: JAX may run it long after this trace is gone.
-    on_host = functools.partial(_reduce_on_host, list(names), buckets_of(wires, variables, how), how)
-    results = io_callback(on_host, shapes, *wires, ordered=True)
+    given = list(names), buckets_of(wires, variables, how), how
+    in_place = how.compression.scheme is None
+    function = functools.partial(_reduce_in_place, *given) if in_place else functools.partial(_compress, shapes, *given)
+    results = host_calls.call(function, shapes, wires, in_place=in_place)
     return [r.astype(g.dtype) for r, g in zip(results, gradients, strict=True)]
 
 
@@ -130,9 +137,31 @@ def buckets_of(wires: Sequence[Tensor], variables: Sequence[Any], how: GradientR
 
 
 @recorder.waiting()
-def _reduce_on_host(names: list[str], buckets: list[list[int]], how: GradientReduction, *wires: Any) -> list[Any]:
-    # One bucket is in flight while the next one is copied.
-    return start(names, buckets, how, shapes=[w.shape for w in wires], flat=flat_arrays(buckets, wires))()
+def _reduce_in_place(
+    names: list[str], buckets: list[list[int]], how: GradientReduction, _: list[Array], results: list[Array]
+) -> None:
+    """Reduce arrays: a large one in its own memory, small ones together. All buckets are in flight at once."""
+
+    def put(index: int, mean: Array) -> None:
+        host_calls.fill(results[index], mean)
+
+    flat = (results[b[0]] if len(b) == 1 else np.concatenate([results[i] for i in b]) for b in buckets)
+    ops.finish_in_turn(_started(names, buckets, how, [result.size for result in results], flat, put))
+
+
+@recorder.waiting()
+def _compress(
+    shapes: list[Any],
+    names: list[str],
+    buckets: list[list[int]],
+    how: GradientReduction,
+    arguments: list[Array],
+    results: list[Array],
+) -> None:
+    """Reduce compressed arrays, from copies: a compressor changes what it gets."""
+    found = start(names, buckets, how, shapes=[s.shape for s in shapes], flat=flat_arrays(buckets, arguments))()
+    for result, mean in zip(results, found, strict=True):
+        result[:] = mean.reshape(-1)
 
 
 def flat_arrays(buckets: list[list[int]], wires: Sequence[Any]) -> Iterator[Any]:
@@ -149,20 +178,41 @@ def start(
         arrays = [array.reshape(shape) for array, shape in zip(flat, shapes, strict=True)]
         means: Callable[[], list[Any]] = compressed.start(arrays, names[0], how)
         return means
-    pending: list[Callable[[], Any]] = []
-    for bucket, array in zip(buckets, flat, strict=True):
-        reduce = _reduce_bf16 if array.dtype == ml_dtypes.bfloat16 else _allreduce
-        pending.append(reduce(array, f"{names[bucket[0]]}.{array.dtype}", how))
+    outputs: list[Any] = [None] * len(shapes)
+
+    def put(index: int, mean: Array) -> None:
+        outputs[index] = mean.reshape(shapes[index])
+
+    pending = list(_started(names, buckets, how, [math.prod(shape) for shape in shapes], flat, put))
 
     def wait() -> list[Any]:
-        outputs: list[Any] = [None] * len(shapes)
-        for bucket, result in zip(buckets, pending, strict=True):
-            parts = np.split(result(), np.cumsum([math.prod(shapes[i]) for i in bucket])[:-1])
-            for i, part in zip(bucket, parts, strict=True):
-                outputs[i] = part.reshape(shapes[i])
+        ops.finish_in_turn(pending)
         return outputs
 
     return wait
+
+
+def _started(
+    names: list[str],
+    buckets: list[list[int]],
+    how: GradientReduction,
+    sizes: list[int],
+    flat: Iterable[Array],
+    put: Callable[[int, Array], None],
+) -> Iterator[Callable[[], None]]:
+    """Start to reduce each bucket's array, in place; yield a function that waits and puts each tensor's mean."""
+    for bucket, array in zip(buckets, flat, strict=True):
+        reduce = _reduce_bf16 if array.dtype == ml_dtypes.bfloat16 else _allreduce
+        wait = reduce(array, f"{names[bucket[0]]}.{array.dtype}", how)
+        yield functools.partial(_put_parts, wait, bucket, sizes, put)
+
+
+def _put_parts(
+    wait: Callable[[], Array], bucket: list[int], sizes: list[int], put: Callable[[int, Array], None]
+) -> None:
+    parts = np.split(wait(), np.cumsum([sizes[i] for i in bucket])[:-1])
+    for index, part in zip(bucket, parts, strict=True):
+        put(index, part)
 
 
 def _allreduce(flat: Any, name: str, how: GradientReduction) -> Callable[[], Any]:
@@ -176,10 +226,15 @@ def _reduce_bf16(flat: Any, name: str, how: GradientReduction) -> Callable[[], A
     padded = np.concatenate([flat, np.zeros(-flat.size % size, flat.dtype)])
     options = {"process_set": how.process_set}
     received = ops.call("alltoall", padded.view(np.uint8), name=f"{name}.shards", **options)
-    shards = received.view(flat.dtype).astype(np.float32).reshape(size, -1)  # (ranks, shard)
-    bits = (shards.sum(axis=0) * np.float32(how.sum_factor)).astype(flat.dtype).view(np.uint8)
+    bits = mean_of_bf16(received.view(flat.dtype).reshape(size, -1), how).view(np.uint8)
     gathered = ops.call("allgather", bits, name=f"{name}.sums", **options)
     return lambda: gathered.view(flat.dtype)[: flat.size]
+
+
+def mean_of_bf16(rows: Array, how: GradientReduction) -> Array:
+    """Return the reduction of bfloat16 rows, of one from each rank, summed in float32."""
+    mean: Array = rows.astype(np.float32).sum(axis=0) * np.float32(how.sum_factor)
+    return mean.astype(rows.dtype)
 
 
 def compiling_again(model: Any) -> tuple[Callable[[], AbstractContextManager[Any]], str]:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.distributed.division import Division
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.watchdog import waits
 from hvdtrain.keras import basics
@@ -243,7 +244,7 @@ def reduce_unwatched(
     dense = [i for i, g in enumerate(reduced) if not isinstance(g, tf.IndexedSlices)]
     for i, gradient in enumerate(reduced):
         if isinstance(gradient, tf.IndexedSlices):
-            reduced[i] = _reduce_sparse(gradient, names[i], how)
+            reduced[i] = reduce_sparse(gradient, names[i], how)
     if dense:
         tensors = [reduced[i] for i in dense]
         with tf.device(how.device_dense or None):
@@ -336,7 +337,7 @@ def _sum_factor(how: GradientReduction, dtype: Any) -> Tensor:
     return tf.cast(how.factor / ranks, dtype)
 
 
-def _reduce_sparse(gradient: Tensor, name: str, how: GradientReduction) -> Tensor:
+def reduce_sparse(gradient: Tensor, name: str, how: GradientReduction) -> Tensor:
     """Return every rank's rows: their sum, scattered, is the sum over ranks."""
 
     def gather(tensor: Tensor, what: str) -> Tensor:
@@ -369,6 +370,31 @@ def allgather(tensor: Tensor, name: str, how: GradientReduction) -> Tensor:
     sent = tf.reshape(tf.bitcast(tensor, tf.uint8), [-1]) if is_bf16 else tensor
     received = _horovod().allgather(sent, name=_graph_name(name), **_common(how))
     return tf.bitcast(tf.reshape(received, [-1, 2]), tf.bfloat16) if is_bf16 else received
+
+
+def sum_of_parts(
+    pieces: Tensor, lengths: Sequence[int], name: str, division: Division, how: GradientReduction
+) -> Tensor:
+    """Return the reduction over ranks of the piece that each has for this rank.
+
+    Args:
+        pieces: a vector of the pieces for all ranks, in their order.
+        lengths: of the pieces, known while the graph is traced.
+        name: equal on all ranks.
+        division: of these ranks.
+        how: the reduction.
+    """
+    rank, is_bf16 = how.rank(), pieces.dtype == tf.bfloat16  # which Horovod does not know
+    part, counts, own = division.sent(lengths, rank)
+    sent = tf.reshape(tf.bitcast(pieces[part], tf.uint8), [-1]) if is_bf16 else pieces[part]
+    splits = [2 * n for n in counts] if is_bf16 else counts
+    with tf.device(how.device_dense or None):
+        received, _ = _horovod().alltoall(sent, splits=splits, name=_graph_name(f"{name}.parts"), **_common(how))
+    received = _floats(received) if is_bf16 else received
+    rows = tf.unstack(tf.reshape(received, [division.size - (own is not None), lengths[rank]]))
+    if own is not None:
+        rows.insert(rank, tf.cast(pieces[own], received.dtype))
+    return tf.cast(tf.add_n(rows) * tf.cast(how.sum_factor, received.dtype), pieces.dtype)
 
 
 def _bits(floats: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def non_finite_flags(gradients: Sequence[Tensor]) -> Callable[[], Tensor]:
     if all(g.is_cuda and g.numel() for g in gradients):  # by one launch; slow on CPUs
         norms = torch.stack(torch._foreach_norm(list(gradients), float("inf")))
         return lambda: norms.isfinite().logical_not().cpu()
-    extremes = [torch.stack(torch.aminmax(g)).float() if g.numel() else torch.zeros(2) for g in gradients]
+    extremes = [torch.stack(torch.aminmax(g)).float() if g.numel() else g.new_zeros(2) for g in gradients]
     return lambda: torch.stack([e.isfinite().all().logical_not().cpu() for e in extremes])
 
 
@@ -109,7 +109,7 @@ def true_on_all_ranks(flag: Any, name: str, how: GradientReduction) -> Tensor:
     """Return a boolean scalar: whether `flag` holds on all ranks."""
     _refuse_compiler()
     hvd: Any = basics.running()
-    flag = torch.as_tensor(flag)
+    flag = flag if isinstance(flag, Tensor) else torch.tensor(bool(flag), dtype=torch.bool, device="cpu")
     mine = flag.to(torch.int32).reshape(1)
     least: Tensor = hvd.allreduce(mine, name=name, op=hvd.Min, **in_set(how.process_set))
     return least.to(torch.bool).reshape(()).to(flag.device)

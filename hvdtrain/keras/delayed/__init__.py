@@ -45,7 +45,7 @@ def refusals(model: keras.Model, optimizer: Any, options: Options) -> Iterator[R
         and "ranks would learn of a gradient that is not finite after its step, which Keras cannot undo then; leave it "
         "out",
         f"{type(inner).__name__}(use_ema=True)": inner.use_ema
-        and "it would average the weights of the first step, which changes nothing; use hvdtrain.callbacks.EMA",
+        and "it would average the weights of the first step, which changes nothing; leave it out",
         f"the optimizers optimizer and {others}": bool(others) and "each would be a step late; use one optimizer",
         f"the layer {', '.join(norms)}": bool(norms)
         and "it exchanges statistics in every step; use keras.layers.BatchNormalization",

@@ -31,7 +31,7 @@ class InFlight(Handle):
             self.keep(list(variables), partial(_alone, kept, how.factor))
         if found is None:
             return kept, False
-        means = {identity(v): torch.as_tensor(mean) for v, mean in found}
+        means = {identity(v): mean if isinstance(mean, Tensor) else torch.from_numpy(mean) for v, mean in found}
         late = [means.get(identity(v)) for v in variables]
         return [torch.zeros_like(g) if m is None else m.to(g) for m, g in zip(late, kept, strict=True)], True
 

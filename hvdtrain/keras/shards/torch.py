@@ -16,6 +16,11 @@ from hvdtrain.torch.reduction.division import flat
 from hvdtrain.torch.reduction.publish import publish
 
 
+def part(gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return these numbers of a gradient, in one dimension."""
+    return gradient.reshape(-1)[begin:end]
+
+
 @torch.no_grad()
 def step(
     shards: Shards,
@@ -37,10 +42,9 @@ def step(
             )
         # Keras takes a Parameter as it is.
         view = torch.nn.Parameter(flat(weight)[begin:end], requires_grad=False)
-        part = keras.Variable(view, trainable=False, autocast=False, name="part")
-        part._hvd_whole = variable
-        parts.append(part)
-    update([g.reshape(-1)[begin:end] for g, (begin, end) in zip(gradients, bounds, strict=True)], parts)
+        parts.append(keras.Variable(view, trainable=False, autocast=False, name="part"))
+        parts[-1]._hvd_whole = variable
+    update(gradients, parts)
     ranks = shards.process_set or basics.process_sets().global_process_set
     with recorder.waiting():
         publish(weights, shards.division, ranks)

@@ -20,7 +20,7 @@ from hvdtrain.horovod_build import find, installed
 from hvdtrain.horovod_build.find import Framework, find_tensorflow, find_torch, is_tested
 from hvdtrain.horovod_build.installed import version_of
 from hvdtrain.horovod_build.probe import Probe
-from hvdtrain.system import open_mpi
+from hvdtrain.system import gpus, open_mpi
 from hvdtrain.system.toolchain import OLDEST_DRIVER
 
 Level = Literal["error", "warning"]
@@ -65,7 +65,7 @@ class Facts:
     mpi: str = ""  # first line of `mpirun --version`, "" without an mpirun
     horovod_mpi: str = ""  # version of the Open MPI that Horovod was built with, "" where it is not recorded
     horovod_cuda: str = ""  # CUDA version with which it takes tensors on GPUs, "" where it does not, or is not recorded
-    gpus: tuple[str, ...] = ()  # name and memory of each; none where CUDA_VISIBLE_DEVICES hides them all
+    gpus: tuple[str, ...] = ()  # name and memory of each that CUDA_VISIBLE_DEVICES shows
     gpu_driver: str = ""  # NVIDIA driver version, "" without one
     interfaces: dict[str, str] = field(default_factory=dict)  # {name: IPv4 address} of those that are up
     cpu_cores: int = 1  # logical cores of the machine
@@ -122,7 +122,7 @@ def gather() -> Facts:
     versions = {"python": platform.python_version(), "hvdtrain": __version__, "horovod": version_of("horovod")}
     versions |= {framework.name: framework.version for framework in frameworks}
     versions |= {"keras": version_of("keras"), "jax": version_of("jax"), "nccl": nccl}
-    gpus, driver = _gpus()
+    shown, driver = _gpus()
     shm, record = Path("/dev/shm"), installed.record()
     return Facts(
         versions={name: version for name, version in versions.items() if version},
@@ -135,7 +135,7 @@ def gather() -> Facts:
         mpi=(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"]) or "").strip().partition("\n")[0],
         horovod_mpi=str(record.get("mpi", "")),
         horovod_cuda=str(record.get("cuda", "")),
-        gpus=gpus,
+        gpus=shown,
         gpu_driver=driver,
         interfaces=_interfaces(),
         cpu_cores=os.cpu_count() or 1,
@@ -161,13 +161,15 @@ def _horovod_planes() -> tuple[str, ...]:
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
-    query = "--query-gpu=name,memory.total,driver_version"
+    query = "--query-gpu=uuid,memory.total,driver_version"
     text = find.output_of(["nvidia-smi", query, "--format=csv,noheader"]) or ""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     rows = [row for row in rows if len(row) == 3]
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    gpus = () if hidden else tuple(f"{name}, {memory}" for name, memory, _ in rows)
-    return gpus, rows[0][2] if rows else ""
+    memory = {uuid: memory for uuid, memory, _ in rows}
+    # Of a MIG instance the name has the memory, and the query has its GPU's.
+    shown = [(each.name, memory.get(each.uuid)) for each in gpus.visible()]
+    found = tuple(f"{name}, {memory}" if memory else name for name, memory in shown)
+    return found, rows[0][2] if rows else ""
 
 
 def _interfaces() -> dict[str, str]:
@@ -261,7 +263,7 @@ def _of_mpi(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _of_machine(facts: Facts) -> Iterator[tuple[str, str]]:
-    gpus, driver = f"{len(facts.gpus)} GPU(s)", facts.gpu_driver
+    counted, driver = f"{len(facts.gpus)} GPU(s)", facts.gpu_driver
     for_13 = [f"{name} {facts.versions[name]}" for name in facts.frameworks if facts.cuda.get(name, "")[:3] == "13."]
     major = driver.split(".")[0]
     if for_13 and major.isdigit() and int(major) < OLDEST_DRIVER:
@@ -270,15 +272,15 @@ def _of_machine(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.gpus and facts.horovod_for:
         has_nccl = "nccl" in facts.horovod_planes
         if facts.frameworks and not any(map(facts.cuda.get, facts.frameworks)):
-            yield "idle-gpus", f"{gpus}, but the installed frameworks are CPU builds"
+            yield "idle-gpus", f"{counted}, but the installed frameworks are CPU builds"
         elif facts.cuda.get("torch") and not facts.horovod_cuda and not has_nccl:
             why = (
-                f"{gpus}, on which torch would compute, but Horovod was built without GPU operations: "
+                f"{counted}, on which torch would compute, but Horovod was built without GPU operations: "
                 'hvdtrain.init() refuses that, unless CUDA_VISIBLE_DEVICES="" hides them'
             )
             yield "gpus-without-operations", why
         elif not has_nccl:
-            why = f"{gpus}, but Horovod was built without NCCL: gradients would travel through host memory"
+            why = f"{counted}, but Horovod was built without NCCL: gradients would travel through host memory"
             yield "idle-gpus", why
     size = facts.shared_memory_mib
     if size is not None and size < _MIN_SHARED_MEMORY_MIB:

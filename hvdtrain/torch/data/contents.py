@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from hvdtrain.data.contents import Leaves, leaves_of, read_here
 from hvdtrain.data.generators import Generators
+from hvdtrain.torch.data.draws import iterate
 from hvdtrain.torch.data.seeded_batches import BatchRequest, SeededDataset
 
 
@@ -29,7 +30,7 @@ def read(loader: DataLoader[Any], indices: Sequence[int], generators: Generators
     options: Any = {name: getattr(loader, name) for name in ("multiprocessing_context", "timeout", "worker_init_fn")}
     # A loader draws a seed for its workers, from the global generator if it has none of its own.
     options |= {"batch_sampler": requests, "collate_fn": leaves_of_one, "generator": torch.Generator()}
-    samples = iter(DataLoader(dataset, num_workers=1, **options))
+    samples = iterate(DataLoader(dataset, num_workers=1, **options))
     for _ in indices:
         try:
             yield next(samples)

@@ -22,7 +22,7 @@ def of_tensor(tensor: Tensor, *, on_device: bool | None = None) -> bytes:
     on_device = tensor.device.type != "cpu" if on_device is None else on_device
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     data = tensor.reshape(-1).view(torch.uint8)
-    sums = _sums_of_blocks(data) if on_device else torch.empty(0, dtype=torch.int64)
+    sums = _sums_of_blocks(data) if on_device else torch.empty(0, dtype=torch.int64, device="cpu")
     done = sums.numel() // sum(checksums.LANES) * checksums.BLOCK * _WORD
     rest = data[done:].cpu().numpy()
     return checksums.of_parts(f"{tensor.dtype}{tuple(tensor.shape)}", sums.cpu().numpy().data, rest)

@@ -60,7 +60,7 @@ def to_array(tensor: Tensor) -> NDArray[Any]:
 
 def kind_on_host(tensor: Tensor) -> Kind:
     """Return the shape and type of the array that `to_array` makes of a tensor."""
-    return Kind(tuple(tensor.shape), to_array(torch.empty(0, dtype=tensor.dtype)).dtype)
+    return Kind(tuple(tensor.shape), to_array(torch.empty(0, dtype=tensor.dtype, device="cpu")).dtype)
 
 
 @torch.no_grad()
@@ -68,6 +68,11 @@ def copy_array(tensor: Tensor, array: NDArray[Any]) -> None:
     """Overwrite a tensor with what `to_array` returned."""
     target = tensor.view(torch.uint8) if tensor.dtype in _BYTES else tensor
     target.copy_(torch.from_numpy(array))
+
+
+def as_numbers(value: Any) -> Tensor:
+    """Return a tensor as it is, and anything else, such as a Python number, as float64 on the host."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def can_combine(tensor: Tensor) -> bool:

@@ -62,11 +62,11 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     # Not named after the object's type, as in Horovod: the others need not know what the root sends.
     name = name or engine.auto_name("broadcast_object", process_set)
     is_root = engine.native().rank() == root_rank
-    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = _length(data)
     broadcast_async_(length, root_rank, f"{name}.length", process_set).wait()
     if not is_root:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     broadcast_async_(data, root_rank, f"{name}.bytes", process_set).wait()
     return obj if is_root else _from_bytes(data)
 
@@ -78,13 +78,17 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
         return [obj]
     name = name or engine.auto_name("allgather_object", process_set)
     data = _to_bytes(obj)
-    lengths = allgather_async(torch.tensor([data.numel()]), f"{name}.length", process_set)
+    lengths = allgather_async(_length(data), f"{name}.length", process_set)
     gathered = allgather_async(data, f"{name}.bytes", process_set)
     return [_from_bytes(part) for part in gathered.wait().split(lengths.wait().tolist())]
 
 
 def _to_bytes(obj: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickling.dumps(obj)), dtype=torch.uint8)
+
+
+def _length(data: Tensor) -> Tensor:
+    return torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
 
 
 def _from_bytes(data: Tensor) -> Any:

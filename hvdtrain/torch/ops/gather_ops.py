@@ -63,7 +63,8 @@ def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None, proces
     def gradients(grads: Sequence[Tensor]) -> list[Tensor]:
         # As in Horovod, this rank's rows of the mean gradient.
         means = _mean_of(grads, process_set)
-        rows_of_all = allgather_async(torch.tensor([rows]), process_set=process_set).wait()  # (size, tensors)
+        mine = torch.tensor([rows], dtype=torch.int64, device="cpu")
+        rows_of_all = allgather_async(mine, process_set=process_set).wait()  # (size, tensors)
         before = rows_of_all[: process_set.rank()].sum(0).tolist()
         return [mean.narrow(0, start, n) for mean, start, n in zip(means, before, rows, strict=True)]
 
@@ -116,10 +117,10 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
     process_set = engine.global_set(process_set)
     name = name or engine.auto_name("alltoall", process_set)
     if splits is not None:  # Horovod takes 32-bit integers only
-        splits = torch.as_tensor(splits)
+        splits = torch.as_tensor(splits, device="cpu")
         if splits.is_floating_point():
             raise ValueError(f"splits must be whole numbers of rows. Received: {splits.dtype}")
-        splits = splits.to("cpu", torch.int32)
+        splits = splits.to(torch.int32)
     part = engine.native().alltoall_async(to_move(tensor), splits, name=name, process_set=process_set)
     dtype = tensor.dtype
     return Handle([part], lambda outputs: (from_move(outputs[0], dtype), outputs[1]), name)

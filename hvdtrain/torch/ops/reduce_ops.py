@@ -196,7 +196,8 @@ def sparse_allreduce_async(tensor: Tensor, name: str, op: int, process_set: Any 
         gathered = from_move(all_values, tensor.dtype)
         if op == Average:
             gathered = gathered / process_set.size()
-        return torch.sparse_coo_tensor(all_indices.t(), gathered, tensor.shape, check_invariants=False)
+        indices, device = all_indices.t(), gathered.device
+        return torch.sparse_coo_tensor(indices, gathered, tensor.shape, device=device, check_invariants=False)
 
     return Handle(parts, finish, name)
 

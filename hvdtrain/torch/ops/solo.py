@@ -89,7 +89,11 @@ def _for_each(operation: Callable[..., Any]) -> tuple[Callable[..., Any], Callab
 
 def _scaled(tensor: Tensor, prescale_factor: float = 1.0, postscale_factor: float = 1.0, **_: Any) -> Tensor:
     factor = prescale_factor * postscale_factor
-    return tensor.clone() if factor == 1.0 else (tensor * factor).to(tensor.dtype)
+    if factor == 1.0:
+        return tensor.clone()
+    # Integers in float64, as Horovod multiplies them: torch would in the default type.
+    exact = tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+    return (exact * factor).to(tensor.dtype)
 
 
 def _scale(tensor: Tensor, **options: Any) -> Tensor:
@@ -105,8 +109,8 @@ def _broadcast(tensor: Tensor, root_rank: int, **_: Any) -> Tensor:
 
 
 def _exchanged(tensor: Tensor, splits: Any = None, **_: Any) -> tuple[Tensor, Tensor]:
-    received = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int32)
-    if splits is not None and int(torch.as_tensor(splits).sum()) != int(received[0]):
+    received = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int32, device="cpu")
+    if splits is not None and int(torch.as_tensor(splits, device="cpu").sum()) != int(received[0]):
         raise ValueError(f"splits must add up to the {int(received[0])} rows of the tensor. Received: {splits}")
     return tensor.clone(), received
 

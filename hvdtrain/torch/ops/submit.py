@@ -30,8 +30,8 @@ class Reduction:
 
 def active_ranks_async(name: str) -> Handle:
     """Count the ranks that have not joined: each sends a one; for a rank that joined, Horovod sends a zero."""
-    ones = torch.ones(1)
-    part = engine.native().allreduce_async_(ones, name=f"{name}.active", op=Sum)
+    one = torch.ones(1, dtype=torch.float32, device="cpu")  # float16 counts to 2048 only
+    part = engine.native().allreduce_async_(one, name=f"{name}.active", op=Sum)
     return Handle([part], lambda total: round(float(total)), name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,31 @@ def from_move(moved: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype in _MOVED:
         return moved
     return torch.view_as_complex(moved) if dtype.itemsize not in _BITS else moved.view(dtype)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return a tensor's dimensions in the order of its memory, if it is dense in another order than its own.
+
+    A tensor in channels_last is. None for others: contiguous ones, and those with gaps in memory.
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def in_order(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a view with dimensions in the order of memory, and one more.
+
+    Horovod compares shapes over ranks. By the number of dimensions it refuses ranks whose weights have another order.
+    """
+    return tensor.permute(*order).unsqueeze(-1)
+
+
+def from_order(view: Tensor, order: Sequence[int]) -> Tensor:
+    """Return what `in_order` made of a tensor as that tensor again."""
+    places = {dim: place for place, dim in enumerate(order)}
+    return view.squeeze(-1).permute([places[dim] for dim in range(len(order))])
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

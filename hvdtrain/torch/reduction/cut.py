@@ -264,7 +264,7 @@ class CutExchange(threading.Thread):
 
     def _sum(self, numbers: Sequence[float], name: str) -> list[float]:
         """Add up numbers over ranks; Horovod waits without Python's lock."""
-        mine = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        mine = torch.tensor([float(each) for each in numbers], dtype=torch.float64, device="cpu")
         total: list[float] = submit([mine], self._sums, name, in_place=True, counted=False).wait()[0].tolist()
         return total
 

@@ -211,7 +211,7 @@ class _Sent:
         self._parameters, self._origin, self.fault = (parameters := list(names)), origin, fault
         self._names, self._compressor = names, compressor
         self._mean = WeightedMean([float(p.grad is not None) for p in parameters], origin.total, origin.expected)
-        numbers = torch.tensor(self._mean.numbers, dtype=torch.float64)
+        numbers = torch.tensor(self._mean.numbers, dtype=torch.float64, device="cpu")
         how = Reduction(engine.Sum, process_set=ranks)
         self._numbers = submit([numbers], how, "delayed.numbers", in_place=True, counted=False)
         gradients = [torch.zeros_like(p).detach() if p.grad is None else p.grad.detach() for p in parameters]

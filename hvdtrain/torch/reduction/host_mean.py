@@ -70,7 +70,7 @@ class HostMean(Alone):
 
     def _exchange(self, rows: Tensor, shard: int, name: str) -> Tensor:
         """Send each rank of this host its shard of `rows`; return what they send, in rank order."""
-        splits = torch.zeros(self._world.size, dtype=torch.int32)
+        splits = torch.zeros(self._world.size, dtype=torch.int32, device="cpu")
         splits[self._peers] = shard
         native = engine.native()
         received: Tensor = native.synchronize(native.alltoall_async(rows, splits, name=name))[0]

@@ -17,11 +17,12 @@ from torch.nn import Parameter
 from hvdtrain.distributed import launch_environment, watchdog
 from hvdtrain.distributed.agreement import first_difference
 from hvdtrain.errors import DesyncError
-from hvdtrain.torch.ops import engine, lazy, names
+from hvdtrain.torch.ops import dtypes, engine, lazy, names
 from hvdtrain.torch.ops.compression import Compression, resolve
 from hvdtrain.torch.ops.engine import Adasum, Average
 from hvdtrain.torch.ops.functions import allgather_object
 from hvdtrain.torch.ops.submit import Reduction, check_adasum, submit
+from hvdtrain.torch.ops.wire import memory_order
 from hvdtrain.torch.reduction import fused_update, step_hooks
 from hvdtrain.torch.reduction.memory import measure_script
 from hvdtrain.torch.reduction.reducer import ANOTHERS_BACKWARD, Reducer
@@ -108,7 +109,7 @@ class DistributedMixin(torch.optim.Optimizer):
             reducer.is_synchronized = False
             if loss is None or not reducer.is_distributed:
                 return loss
-            value = loss.detach().clone() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+            value = dtypes.as_numbers(loss).detach().clone()
             how = Reduction(reducer.options.op, process_set=reducer.options.process_set)
             submit([value], how, name="closure.loss", in_place=True).wait()
             return value if isinstance(loss, torch.Tensor) else float(value)
@@ -389,20 +390,26 @@ def _name_parameters(
 
 
 def _check_agreement(named: list[tuple[str, Parameter]], process_set: Any) -> None:
-    """Raise DesyncError on every rank if names, shapes or types of parameters differ; a collective."""
+    """Raise DesyncError on every rank if names, shapes, types or layouts of parameters differ; a collective."""
     # In an elastic job a new rank builds its model alone, before it joins the others.
     if process_set.included() is False or process_set.size() == 1 or launch_environment.is_elastic():
         return
-    ours = [(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named]
+    ours = [(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), _layout(p)) for name, p in named]
     found = first_difference(allgather_object(ours, process_set=process_set))
     if found is not None:
         number, index, *both = found
         ranks = process_set.ranks or range(process_set.size())
-        first, other = ("none" if each is None else "{} of shape {} and type {}".format(*each) for each in both)
+        first, other = ("none" if each is None else "{} of shape {} and type {}{}".format(*each) for each in both)
         raise DesyncError(
             f"Ranks have different models. Parameter {index + 1}: rank {ranks[0]} has {first}, rank {ranks[number]} "
             f"has {other}. Build the same model, in the same order, on every rank."
         )
+
+
+def _layout(parameter: Parameter) -> str:
+    """Return words for a parameter whose memory is in another order than its dimensions, and "" for others."""
+    order = memory_order(parameter)
+    return "" if order is None else f" with its dimensions in the order {order} in memory"
 
 
 def _move_scheduler(distributed: Any) -> None:

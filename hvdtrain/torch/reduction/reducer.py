@@ -51,7 +51,7 @@ class Reducer:
         self.options = options
         self.passes_per_step = passes
         self.is_synchronized = False
-        self._is_sending = False  # True from a step's first operation
+        self._sent: list[ReductionUnit] = []  # of this step, in the order in which they were sent
         self.names: dict[Parameter, str] = {param: name for name, param in named}
         self.passes: dict[Parameter, int] = {}  # since the last step, of each parameter that is reduced
         self._counts_again = False
@@ -246,7 +246,7 @@ class Reducer:
         self._abandoned = self._in_flight
 
     def _end_step(self) -> None:
-        self._in_flight, self._is_sending = {}, False
+        self._in_flight, self._sent = {}, []
         self.passes = dict.fromkeys(self.passes, 0)
         for unit in self._units:
             unit.reset()
@@ -267,10 +267,10 @@ class Reducer:
                 self._start(unit)
 
     def _start(self, unit: ReductionUnit, *, sparse: bool = False) -> None:
-        if not self._is_sending:
-            self._is_sending = True
+        if not self._sent:
             self.options.compression.rollback()  # of an earlier step that was not taken
         unit.start(self._all_active, sparse=sparse)
+        self._sent.append(unit)
         if self._scatter is not None:
             self._scatter.make_room()
 
@@ -336,16 +336,16 @@ class Reducer:
             self._start_what_others_have(counts)
         elif self._scatter is not None:
             self._start_own()
-        advancing = self._units
+        advancing = self._sent
         while advancing:  # one collective of each unit after the other: those of several units are in flight at once
             advancing = [unit for unit in advancing if unit.advance()]
         correction = mean.correction()
         if weight is None and self.options.op == Average:
             correction = size / active
-        for index, unit in enumerate(self._units):
-            if unit.is_started:
-                present = None if counts is None else [any(ranks) for ranks in counts[index]]
-                unit.finish(present, correction)
+        ranks_of = dict(zip(self._units, counts, strict=True)) if counts else {}
+        for unit in self._sent:  # in this order they arrive: what is done with one does not wait for a later one
+            present = [any(ranks) for ranks in ranks_of[unit]] if counts else None
+            unit.finish(present, correction)
         # Only if all ranks took part, so that all of them pack in the same step.
         if self._packs and self._dense is None and active == size and total != FAILED:
             self._pack(self._packable(counts))
@@ -389,10 +389,13 @@ class Reducer:
         flags, numbers = mean.flags, [1.0, *mean.numbers]
         if self._closing is not None:
             how, received = self._closing.how, self._closing.exchange(numbers, self._all_active)
+            self._sent.append(self._closing)
         else:
             drain(self._abandoned.pop("numbers", None))
             how = reduction(self.options, self.scale)
-            sent = how.send(torch.tensor(numbers), "gradients.present")
+            # Not torch's default type: in float16 a weight above 65504 would be infinite, and all gradients zero.
+            counts = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+            sent = how.send(counts, "gradients.present")
             self._in_flight["numbers"] = Handle([sent], Tensor.tolist)
             received = self._in_flight["numbers"].wait()
         size = how.process_set.size()

@@ -16,7 +16,7 @@ from hvdtrain.torch.ops.compression import Compressor, NoneCompressor
 from hvdtrain.torch.ops.engine import Average, Handle, Staged, Sum
 from hvdtrain.torch.ops.reduce_ops import sparse_allreduce_async
 from hvdtrain.torch.ops.submit import Reduction
-from hvdtrain.torch.ops.wire import is_native, same_memory
+from hvdtrain.torch.ops.wire import from_order, in_order, is_native, memory_order, same_memory
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class ReductionUnit:
     _handle: Any
     _is_dense: bool  # False if a sparse gradient was sent
     _flags: list[bool]
+    _order: tuple[int, ...] | None  # in which a dense gradient is sent, if it is not that of its dimensions
 
     def __init__(self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float) -> None:
         self.params, self.names, self._options = params, names, options
@@ -84,10 +85,14 @@ class ReductionUnit:
         self.flags()
         options = self._options
         grad = self.params[0].grad
-        sends_itself = len(self.params) == 1 and grad is not None and is_native(grad) and self._compressor.is_cast
-        if grad is not None and sends_itself and self._compressor.wire_type(grad.dtype) is grad.dtype:
-            self._direct = self.how.send(grad, self.names[0])  # the gradient itself; fast, because backward waits
-            return
+        is_alone = len(self.params) == 1 and self._compressor.is_cast
+        # By the weight's memory, which is alike on all ranks: a rank may have no gradient, or one with another layout.
+        self._order = memory_order(self.params[0]) if is_alone else None
+        if is_alone and grad is not None and self._compressor.wire_type(grad.dtype) is grad.dtype:
+            sent = grad if self._order is None or grad.is_sparse else in_order(grad, self._order)
+            if is_native(sent):
+                self._direct = self.how.send(sent, self.names[0])  # the gradient itself; fast, because backward waits
+                return
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
             grad = _no_entries(self.params[0]) if grad is None else grad
             self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
@@ -98,6 +103,8 @@ class ReductionUnit:
         if compressor.needs_all_ranks and not (options.op in (Average, Sum) and all_active()):
             compressor = NoneCompressor()
         tensors = [dense_gradient(p) for p in self.params]
+        if self._order is not None:
+            tensors = [in_order(each, self._order) for each in tensors]
         self._handle = compressor.exchange(tensors, self.how, self.names[0], self.names)
 
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
@@ -112,6 +119,8 @@ class ReductionUnit:
         if not self._is_dense:
             self.params[0].grad = (results * (self._scale * correction)).coalesce()
             return
+        if self._order is not None:
+            results = [from_order(each, self._order) for each in results]
         there = [p.grad is not None for p in self.params] if present is None else present
         if not all(there):  # what was sent for them, such as errors of earlier steps, is not applied
             missing = [name for name, wanted in zip(self.names, there, strict=True) if not wanted]
@@ -137,7 +146,7 @@ class ReductionUnit:
     def reset(self) -> None:
         """Forget this step."""
         self.ready, self._direct, self._handle = 0, None, None
-        self._is_dense, self._flags = False, []
+        self._is_dense, self._flags, self._order = False, [], None
 
 
 def drain(handle: Any) -> None:
@@ -151,7 +160,8 @@ def _no_entries(param: Parameter) -> Tensor:
     """Return a sparse gradient without entries; its indices are those of an embedding, of one dimension."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
     values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
-    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)  # torch warns without it
+    # torch warns without `check_invariants`.
+    return torch.sparse_coo_tensor(indices, values, param.shape, device=param.device, check_invariants=False)
 
 
 def dense_gradient(param: Parameter) -> Tensor:

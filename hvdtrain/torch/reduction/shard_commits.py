@@ -52,7 +52,7 @@ class _State(ShardedState[Shards]):
 def _value(held: Held, device: torch.device) -> Any:
     """Return a copy of an entry as the optimizer has it."""
     if held.part is not None:
-        copy = torch.empty(len(held.part) // held.itemsize, dtype=held.value)
+        copy = torch.empty(len(held.part) // held.itemsize, dtype=held.value, device="cpu")
         copy.view(torch.uint8).numpy()[:] = held.part
         return copy.to(device)
     value, on_device = held.value

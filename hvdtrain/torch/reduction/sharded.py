@@ -196,7 +196,7 @@ class Shards(Whole):
 
     def are_finite(self, finite: bool) -> bool:
         """Return whether the gradients of all ranks' parts are finite; a collective."""
-        return not self._sum(torch.tensor([float(not finite)]))
+        return not self._sum(torch.tensor([float(not finite)], dtype=torch.float32, device="cpu"))
 
     def norm(self, norm: Tensor) -> Tensor:
         """Return the norm of the gradients of all ranks' parts; a collective."""
@@ -367,7 +367,7 @@ class Shards(Whole):
         self._check_ranks()
         parameter = self.parameters[index]
         own = self._optimizer.state.get(parameter, {}).get(name)
-        sent = torch.empty(0, dtype=dtype) if own is None else own.cpu()
+        sent = torch.empty(0, dtype=dtype, device="cpu") if own is None else own.cpu()
         if to is None:
             received = allgather_async(sent, "shards.part", self.process_set).wait()
         else:

@@ -20,7 +20,7 @@ def clip_norm(parameters: Sequence[nn.Parameter], largest: float, tensors: Whole
         tensors: says whether these are all of the weights.
     """
     if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
-        norm = tensors.norm(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = tensors.norm(_norm([p.grad for p in parameters if p.grad is not None], parameters[0].device))
         nn.utils.clip_grads_with_norm_(parameters, largest, norm)
         return
     values = []
@@ -30,6 +30,11 @@ def clip_norm(parameters: Sequence[nn.Parameter], largest: float, tensors: Whole
             parameter.grad = grad = grad.coalesce()  # entries of one place add up before they are squared
             grad = grad.values()
         values += [] if grad is None else [grad]
-    norm = nn.utils.get_total_norm(values)
+    norm = _norm(values, parameters[0].device)
     for each in values:
         each.mul_((largest / (norm.to(each.device) + 1e-6)).clamp(max=1.0))
+
+
+def _norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the norm; of no gradients torch would return a zero of its default type on its default device."""
+    return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), dtype=torch.float32, device=device)

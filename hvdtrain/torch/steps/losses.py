@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.torch.ops.device_copies import DeviceCopies, batch_dtype
 from hvdtrain.torch.reduction.loss_weights import BY_CLASS, ELEMENTWISE
 
 
@@ -34,14 +35,15 @@ def check_shapes(loss: Any, outputs: Any, targets: Any, *, rank: int) -> None:
         )
 
 
-def as_tensor(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def as_tensor(
+    value: Any, device: torch.device, dtype: torch.dtype | None = None, copies: DeviceCopies | None = None
+) -> Any:
     """Return an array or tensor on `device`; float64 arrays, numpy's default, get `dtype` (torch's default)."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(np.asarray(value, order="C"))
-        if value.dtype == torch.float64:
-            value = value.to(dtype or torch.get_default_dtype())
+        value = value.to(batch_dtype(value.dtype, dtype))
     if not isinstance(value, torch.Tensor):  # else an object that holds tensors, such as a PackedSequence
         return value.to(device) if hasattr(value, "to") else value
-    if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
-        value = value.pin_memory()  # from other memory the host waits until the device has come to the copy
+    if copies is not None and value.device.type == "cpu" and value.layout is torch.strided:
+        return copies.to_device(value)
     return value.to(device, non_blocking=True)

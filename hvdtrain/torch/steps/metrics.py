@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hvdtrain.adapter import Reduce
 from hvdtrain.data.trees import leaves, num_rows, tree_map
 from hvdtrain.distributed.world import World
+from hvdtrain.torch.ops.dtypes import as_numbers
 from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.steps.stateful_metrics import StatefulMetrics, is_stateful
 
@@ -129,7 +130,7 @@ class Totals:
         with torch.no_grad():
             outputs = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
             for row, (name, metric) in enumerate(self._metrics.items(), start=len(self._losses)):
-                values = torch.as_tensor(metric(outputs, targets)).to(self.sums.device)
+                values = as_numbers(metric(outputs, targets)).to(self.sums.device)
                 self._check_values(name, values, outputs, targets, samples=counted.samples)
                 mask = None
                 if isinstance(metric, Accuracy) and not counted.all_targets:

@@ -28,6 +28,7 @@ from hvdtrain.data.trees import num_rows, part_of, tree_map
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.world import World
+from hvdtrain.torch.ops.dtypes import as_numbers
 from hvdtrain.torch.steps.training_state import on_device
 
 log = logging.getLogger("hvdtrain")
@@ -246,7 +247,7 @@ class _Metric:
 
     def states(self, *, sums: bool = True, others: bool = True) -> Part:
         """Return the states on the host: those that are sums, and the others."""
-        found: Part = {self._key: torch.tensor(self._updates)}
+        found: Part = {self._key: torch.tensor(self._updates, dtype=torch.int64, device="cpu")}
         for full, owner, state, default in self._states:
             value = getattr(owner, state)
             if not (sums if full in self._sums else others):
@@ -268,7 +269,7 @@ class _Metric:
 
         One process would begin at the default, so not every rank may.
         """
-        sums, grown = [part[self._key].double().reshape(1), torch.zeros(1, dtype=torch.float64)], 0
+        sums, grown = [part[self._key].double().reshape(1), torch.zeros(1, dtype=torch.float64, device="cpu")], 0
         for full, default in self._sums.items():
             has_grown = part[full].shape != default.shape
             grown += has_grown
@@ -326,7 +327,9 @@ class _Metric:
                     own, sums = sums[: default.numel()], sums[default.numel() :]
                     value = begin + torch.from_numpy(own.copy()).reshape(default.shape)
                 whole = default.is_floating_point() or bool((value == value.round()).all())
-                value = value.to(default.dtype if whole else torch.get_default_dtype())
+                value = value.to(
+                    default.dtype if whole else torch.promote_types(torch.float32, torch.get_default_dtype())
+                )
             elif isinstance(default, list):
                 value = _combine([_elements(part, full) for part in parts], owner, state)
             else:
@@ -407,7 +410,7 @@ def _named(name: str, value: Any) -> dict[str, float]:
             f"A metric must compute numbers. Received: a {type(value).__name__} of {len(value)} from {name}. Use a "
             "metric of one number, for example the area under a curve."
         )
-    numbers = torch.as_tensor(value).double().cpu()
+    numbers = as_numbers(value).double().cpu()
     if numbers.dim() == 0:
         return {name: float(numbers)}
     return {f"{name}/{index}": each for index, each in enumerate(numbers.reshape(-1).tolist())}

@@ -100,7 +100,7 @@ class Update:
         """Broadcast the root's optimizer state and precision scaler."""
         self.exchanges.make()  # only now lazy modules have shapes
         # A scaler makes its scale when it is first used, which a rank without samples never does.
-        self.scaler.scale(torch.zeros((), device=self._world.device))
+        self.scaler.scale(torch.zeros((), dtype=torch.float32, device=self._world.device))
         self.weights.per_sample = 0.0  # ranks begin together, and data may have changed
         if self._world.size > 1 or launch_environment.reduces_alone():
             broadcast_optimizer_state(self.optimizer, root_rank=0)

@@ -9,7 +9,7 @@ import pytest
 import hvdtrain
 import hvdtrain.keras as hvd
 from hvdtrain.callbacks import Checkpoint, SyncCheck
-from hvdtrain.keras import shards, variables
+from hvdtrain.keras import basics, shards, variables
 from hvdtrain.keras.shards import Shards, Slot
 
 BACKEND = keras.backend.backend()
@@ -118,8 +118,9 @@ elif BACKEND == "tensorflow":
     GATHERS = [(tensorflow, "allgather")]
 else:
     from hvdtrain.keras import ops
+    from hvdtrain.keras.shards import jax
 
-    GATHERS = [(ops, "broadcast_in_place"), (ops, "begin")]
+    GATHERS = [(ops, "broadcast_in_place"), (jax, "_gather_small")]
 
 
 def applied(kind, *, steps=3, shapes=((300, 7), (11,)), **options):
@@ -162,6 +163,77 @@ def test_each_part_is_gathered_once_in_a_step(monkeypatch):
     *broadcast, gather = (name for _, name in GATHERS)
     expected = broadcast * hvd.size() + [gather]
     assert calls == expected
+
+
+PARTS = {
+    "sum": {"op": hvd.Sum},
+    "bf16": {"compression": hvd.Compression.bf16},
+    "passes": {"backward_passes_per_step": 2},
+}
+WHOLE = {
+    "fp16": {"compression": hvd.Compression.fp16},
+    "groups": {"groups": 1},
+    "predivided": {"gradient_predivide_factor": 2.0},
+}
+
+
+@everywhere
+@pytest.mark.three_ranks
+@pytest.mark.parametrize("case", [*PARTS, *WHOLE])
+def test_a_rank_gets_its_part_of_gradients_where_nothing_needs_whole_ones(case, monkeypatch):
+    """Of two parts each, small and large; the last weight is too small for the last ranks."""
+    options = {"shapes": ((300, 300), (11,), (130,)), **PARTS.get(case, {}), **WHOLE.get(case, {})}
+    right, _ = applied("SGD", **options)
+    calls = []
+    monkeypatch.setattr(Shards, "reduced_parts", _counted(Shards.reduced_parts, calls))
+    ours, _ = applied("SGD", shard_state=True, **options)
+    assert bool(calls) == (case in PARTS and BACKEND != "torch")
+    assert_equal(ours, right)
+
+
+@everywhere
+def test_norms_and_reports_are_of_whole_gradients(monkeypatch):
+    monkeypatch.setattr(Shards, "reduced_parts", None)
+    for options in ({"clipnorm": 0.1}, {"global_clipnorm": 0.1}):
+        net, plain = model(), model()
+        for each, shard in ((net, True), (plain, False)):
+            each.compile(hvd.DistributedOptimizer(OPTIMIZERS.SGD(0.1, **options), shard_state=shard), loss="mse")
+            each.fit(*data(8), batch_size=8, shuffle=False, verbose=0)
+        assert_equal(net.get_weights(), plain.get_weights())
+    fit(model(), adam(), nan_policy="skip")
+
+
+@everywhere
+@pytest.mark.parametrize("options", [{}, {"sparse_as_dense": True}])
+def test_rows_of_an_embedding_are_sent_as_rows_unless_dense_ones_are_wanted(options, monkeypatch):
+    """TensorFlow's sparse gradient has few numbers; whole ones, and parts of them, have many."""
+    calls = []
+    if BACKEND == "tensorflow":
+        monkeypatch.setattr(tensorflow, "reduce_sparse", _counted(tensorflow.reduce_sparse, calls))
+    nets = []
+    for shard in (False, True):
+        calls.clear()
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Embedding(300, 20), keras.layers.Flatten(), keras.layers.Dense(3)]
+        nets.append(keras.Sequential([keras.Input((4,)), *layers]))
+        # Of sparse gradients, Keras's Adam squares each occurrence of a row alone; of whole ones, their sum.
+        optimizer = OPTIMIZERS.SGD(0.1, momentum=0.9)
+        nets[-1].compile(hvd.DistributedOptimizer(optimizer, shard_state=shard, **options), loss="mse")
+        words = np.random.default_rng(hvd.rank()).integers(0, 300, (8, 4))
+        nets[-1].fit(words, data(8)[1], batch_size=4, shuffle=False, verbose=0)
+    assert bool(calls) == (BACKEND == "tensorflow" and not options)
+    assert_equal(nets[1].get_weights(), nets[0].get_weights())
+
+
+@everywhere
+@pytest.mark.parametrize("local_size", [1, 4])
+def test_hosts_of_many_ranks_reduce_whole_gradients(local_size, monkeypatch):
+    """Of two hosts with four ranks each, an alltoall would send more than an allreduce."""
+    calls = []
+    monkeypatch.setattr(basics, "local_size", lambda: local_size)
+    monkeypatch.setattr(Shards, "reduced_parts", _counted(Shards.reduced_parts, calls))
+    applied("Adam", shard_state=True)
+    assert bool(calls) == (local_size == 1 and BACKEND != "torch")
 
 
 @pytest.mark.three_ranks
@@ -292,7 +364,7 @@ def test_what_does_not_update_each_number_alone_is_refused_by_name():
             hvd.DistributedOptimizer(optimizer, shard_state=True)
         with pytest.raises(ValueError, match=f"must not depend on others.*Received: .*{type(optimizer).__name__}"):
             hvdtrain.Trainer(model(), optimizer=optimizer, loss="mse", shard="optimizer")
-    with pytest.raises(ValueError, match=r"Adam\(use_ema=True\)\. Use hvdtrain.callbacks.EMA"):
+    with pytest.raises(ValueError, match=r"Adam\(use_ema=True\)\. Use no shards"):
         hvd.DistributedOptimizer(OPTIMIZERS.Adam(use_ema=True), shard_state=True)
     with pytest.raises(ValueError, match="local variable w with shard_state=True"):
         hvd.DistributedOptimizer(adam(), shard_state=True).register_local_var(keras.Variable(1.0, name="w"))

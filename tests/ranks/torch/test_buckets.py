@@ -263,3 +263,45 @@ def test_gradients_of_a_tiny_model_travel_as_one(kilobytes):
 
     params = [torch.nn.Parameter(torch.zeros(250 * kb)) for kb in kilobytes]
     assert [[p.nbytes // 1000 for p in members] for members in pack.buckets(params)] == [kilobytes[::-1]]
+
+
+@pytest.fixture
+def waited(hvd, sent, monkeypatch):
+    """The names of gradients in the order in which a rank waits for them, each once."""
+    from horovod.torch import mpi_ops
+
+    from hvdtrain.torch.ops import engine
+
+    native, names, order = engine.native(), {}, []
+    send, synchronize = native.allreduce_async_, native.synchronize
+
+    def noting(tensor, name=None, **options):
+        handle = send(tensor, name=name, **options)
+        names[handle] = name
+        return handle
+
+    def waiting(handle):
+        if handle in mpi_ops._handle_map and handle in names:  # else it was waited for already
+            order.append(names[handle])
+        return synchronize(handle)
+
+    monkeypatch.setattr(native, "allreduce_async_", noting)
+    monkeypatch.setattr(native, "synchronize", waiting)
+    return order
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_a_rank_waits_for_gradients_in_the_order_in_which_it_has_sent_them(hvd, rank, sent, waited, compression):
+    """The first to be sent is the first to arrive: it is put in its place while others are still in flight."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)], torch.nn.Linear(300, 2))
+    optimizer = wrap(hvd, model, compression=getattr(hvd.Compression, compression))
+    for number in range(3):
+        sent.clear()
+        waited.clear()
+        optimizer.zero_grad()
+        layers = model if number < 2 or rank else model[1:]  # in the last step rank 0 lacks two gradients
+        layers(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        flags = "4.bias.bucket" if number and compression == "none" else "gradients.present"
+        assert waited == [flags, *(name for name in sent if name != flags)]
+        assert len(waited) >= 5

@@ -37,7 +37,20 @@ def test_a_gpu_that_the_launcher_chose_is_kept(updates, monkeypatch):
     assert jax_device.pick_device(3) == "cuda:0"
 
 
-def test_more_local_ranks_than_gpus_are_refused(updates):
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "index"),
+    [("4,5", 2, 0), ("GPU-aa,GPU-bb", 1, 1), ("MIG-1,MIG-2", 1, 0), ("0,-1,1", 1, 0)],
+    ids=["two a rank", "UUIDs", "CUDA shows one MIG instance", "CUDA stops at -1"],
+)
+def test_gpus_that_the_launcher_names_are_counted_as_cuda_does(updates, monkeypatch, visible, local_rank, index):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert jax_device.pick_device(local_rank) == f"cuda:{index}"
+    assert updates == {"jax_cuda_visible_devices": str(index)}
+
+
+def test_more_local_ranks_than_gpus_are_refused(updates, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(jax_device.Path, "glob", lambda self, pattern: ["/dev/nvidia0", "/dev/nvidia1"])
     with pytest.raises(RuntimeError, match="local rank 2 has no GPU: this host shows 2"):
         jax_device.pick_device(2)
 

@@ -10,6 +10,7 @@ keras = pytest.importorskip("keras")
 import hvdtrain  # noqa: E402
 from hvdtrain.callbacks import Callback, Checkpoint  # noqa: E402
 from hvdtrain.errors import CheckpointError  # noqa: E402
+from hvdtrain.keras import trained  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -25,7 +26,10 @@ OPTIMIZERS = {
 
 
 class Change(Callback):
-    """Freezes and unfreezes layers at the beginning of epochs, and builds the optimizer again."""
+    """Freezes and unfreezes layers at the beginning of epochs.
+
+    It also builds the optimizer again (True), compiles the step again (False), or does neither (None).
+    """
 
     def __init__(self, changes, *, builds=True):
         self.changes, self.builds = changes, builds
@@ -34,7 +38,7 @@ class Change(Callback):
         model = trainer.model
         for name, trainable in self.changes.get(epoch, {}).items():
             model.get_layer(name).trainable = trainable
-        if epoch in self.changes:
+        if epoch in self.changes and self.builds is not None:
             model.train_function = None
             if self.builds:
                 optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
@@ -112,6 +116,29 @@ def test_an_optimizer_over_frozen_weights_too_need_not_be_built_again(tmp_path):
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras wants an optimizer over exactly the trained weights")
 def test_layers_can_be_frozen_without_building_the_optimizer(tmp_path):
     assert_resumes(tmp_path, FREEZE, builds=False)
+
+
+@pytest.mark.parametrize("changes", [GRADUAL, FREEZE])
+def test_a_callback_need_only_freeze_or_unfreeze_layers(tmp_path, changes):
+    frozen = ["bottom", "norm", "middle"] if changes is GRADUAL else []
+    last = assert_resumes(tmp_path, changes, builds=None, frozen=frozen)
+    assert all(layer.trainable == (changes is GRADUAL) for layer in last.model.layers[:2])
+
+
+def test_what_trains_on_keeps_its_state_when_other_layers_join():
+    trainer = make("momentum", frozen=["bottom", "norm", "middle"])
+    trainer.fit(DATA, **QUIET)
+    before = keras.ops.convert_to_numpy(_momentum(trainer, "head"))
+    trainer.model.get_layer("middle").trainable = True
+    assert "keep their state" in trained.follow(trainer.model)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(_momentum(trainer, "head")), before)
+    assert before.any()
+    assert not keras.ops.convert_to_numpy(_momentum(trainer, "middle")).any()
+
+
+def _momentum(trainer, layer):
+    """Return the last momentum of a layer's kernel that the optimizer has made."""
+    return [v for v in trainer.model.optimizer.variables if f"{layer}_kernel_momentum" in v.path][-1]
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="other backends take it")

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 
-STEPS = 8
+STEPS = 9
 
 
 def run(tree: Path, *, blocks: str = "true", minutes: int = 14, install: str = "0", **recipes: str) -> tuple[int, str]:
@@ -23,6 +23,7 @@ def run(tree: Path, *, blocks: str = "true", minutes: int = 14, install: str = "
         "test": "echo '== 7 passed, 1 skipped in 2.00s =='; ",
         "tooling": "",
         "keras-unit": "",
+        "standin": "",
         "engines": "",
         "models": "",
         "docs": "",
@@ -53,7 +54,7 @@ def test_all_green_ends_with_the_closing_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", ["test", "tooling", "keras-unit", "blocks", "engines", "models", "docs", "docker-test"]
+    "step", ["test", "tooling", "keras-unit", "standin", "blocks", "engines", "models", "docs", "docker-test"]
 )
 def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step: str) -> None:
     status, output = run(tmp_path, **{step: "false"})

@@ -68,6 +68,14 @@ def test_every_relative_link_resolves(path: Path) -> None:
             assert anchor in anchors(target), f"{path.name} links to {link}: it has {sorted(anchors(target))}"
 
 
+def test_an_introduction_that_names_gpus_says_that_none_has_run_it() -> None:
+    """No GPU has: whoever has run `make gpu` on one changes this test with the documents."""
+    introductions = [prose(path).split("\n\n")[1] for path in (ROOT / "README.md", PAGES / "index.md")]
+    description = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "description" in line)
+    for text in [*introductions, description]:
+        assert "GPU" not in text or "no GPU has run it" in " ".join(text.split()), text
+
+
 def module(name: str) -> tuple[Path, list[str]]:
     """Return the file of the module that a dotted name begins with, and the rest of the name."""
     parts = name.split(".")

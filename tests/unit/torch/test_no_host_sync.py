@@ -8,6 +8,7 @@ is for one. The optimizer's reducer runs too, over one process.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from hvdtrain.adapter import Loss, Options
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.torch.adapter import TorchAdapter, make_adapter
+from hvdtrain.torch.ops import sync_batch_norm
+from hvdtrain.torch.ops.norm_kernels import NormKernels
 from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
 from hvdtrain.torch.steps import compute, update
 
@@ -95,10 +98,18 @@ def test_a_step_of_a_regression_reads_nothing() -> None:
         made.train_step([batch(np.zeros((ROWS, 2), np.float32), inputs=np.ones((ROWS, 4), np.float32))])
 
 
+@pytest.mark.parametrize("kernels", ["portable", "as on CUDA"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.usefixtures("hvd", "values_are_read")
-def test_norms_over_all_ranks_read_nothing(momentum: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_over_all_ranks_read_nothing(
+    momentum: float | None, kernels: str, monkeypatch: pytest.MonkeyPatch, load_script: Any
+) -> None:
     monkeypatch.setenv("HVDTRAIN_REDUCE_ALONE", "1")
+    if kernels == "as on CUDA":
+        strict = load_script("ranks/torch/cuda_norm_kernels.py")
+        names = [f"batch_norm_{field.name}" for field in fields(NormKernels)]
+        found = NormKernels(*[getattr(strict, name) for name in names])
+        monkeypatch.setattr(sync_batch_norm, "kernels_for", lambda tensor: found)
     net = model()
     net[1] = SyncBatchNorm(4, momentum=momentum)
     made = adapter(torch.nn.CrossEntropyLoss(), net=net)
@@ -162,7 +173,7 @@ def test_what_is_read_raises_here() -> None:
 @pytest.mark.usefixtures("reduced", "values_are_read")
 @pytest.mark.parametrize("compression", ["bf16", "int8", "topk:0.1", "powersgd:1:1"])
 def test_compression_reads_nothing_here(compression: str) -> None:
-    """On a GPU the host waits all the same, in Horovod: its thread allocates what alltoall and allgather return."""
+    """On a GPU, NCCL's stream waits for the default stream, on which Horovod allocates what alltoall returns."""
     made = adapter(torch.nn.CrossEntropyLoss(), compression=compression)
     for _ in range(3):
         made.train_step([batch(LABELS)])

@@ -89,7 +89,7 @@ class PowerSGDCompressor(ErrorFeedback):
 
     def _is_due(self, name: str) -> bool:
         """Return whether a gradient is past its first steps; else count one more, if it is taken."""
-        one = torch.ones(1, dtype=torch.int64)
+        one = torch.ones(1, dtype=torch.int64, device="cpu")
         held = self.memory.get(STEPS, name, one)
         steps = 0 if held is None else int(held)
         if steps < self.scheme.after_steps:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -243,13 +244,30 @@ def test_data_planes_are_taken_from_the_builds_own_record(fake_horovod: Path) ->
     assert facts_module._horovod_planes() == ("gloo", "nccl")
 
 
-def test_gpu_lines_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\nNVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\n"
-    monkeypatch.setattr(facts_module.find, "output_of", lambda command: text)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert facts_module._gpus() == (("NVIDIA H100 80GB HBM3, 81559 MiB",) * 2, "580.65.06")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on purpose: training on the CPU works
-    assert facts_module._gpus() == ((), "580.65.06")
+LISTED = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bbbb)
+  MIG 1g.10gb     Device  0: (UUID: MIG-1111)
+"""
+QUERIED = "GPU-aaaa, 81559 MiB, 580.65.06\nGPU-bbbb, 81000 MiB, 580.65.06\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ("NVIDIA H100 80GB HBM3, 81559 MiB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")),
+        ("GPU-aa", ("NVIDIA H100 80GB HBM3, 81559 MiB",)),  # so that no rank is tried on the other one
+        ("MIG-1111", ("NVIDIA H100 80GB HBM3 MIG 1g.10gb",)),
+        ("", ()),  # on purpose: training on the CPU works
+    ],
+)
+def test_gpus_are_those_that_cuda_shows(
+    nvidia_smi: Callable[..., None], monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: tuple[str, ...]
+) -> None:
+    nvidia_smi(LISTED, QUERIED)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert facts_module._gpus() == (expected, "580.65.06")
 
 
 def test_looking_imports_no_framework() -> None:

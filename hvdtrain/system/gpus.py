@@ -1,0 +1,69 @@
+"""The GPUs that CUDA will show this process, as its driver lists them; found without starting CUDA."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from typing import NamedTuple
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+# "GPU 0: NVIDIA A100 (UUID: GPU-...)", below which stand its slices: "  MIG 1g.5gb  Device 0: (UUID: MIG-...)".
+_LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re.MULTILINE)
+
+
+class Gpu(NamedTuple):
+    """A GPU, or a MIG instance of one."""
+
+    uuid: str
+    name: str
+
+
+def visible() -> list[Gpu]:
+    """Return what CUDA will show this process, in its order; [] where nvidia-smi is silent.
+
+    GPUs are counted as nvidia-smi does, which is CUDA's order among equal ones.
+    """
+    cards = _cards()
+    names = os.environ.get(VISIBLE, ",".join(map(str, range(len(cards))))).split(",")
+    shown: list[Gpu] = []
+    for name in names:
+        found = _named(name.strip(), cards)
+        if found is None:  # CUDA does not read on after a name that it does not know
+            break
+        shown.append(found)
+        if names_instances(name):  # a process has one, whatever else is named
+            break
+    return shown
+
+
+def names_instances(visible: str) -> bool:
+    """Return whether a value of CUDA_VISIBLE_DEVICES names MIG instances: CUDA shows a process the first one alone."""
+    return visible.strip().startswith("MIG-")
+
+
+def _named(name: str, cards: list[list[Gpu]]) -> Gpu | None:
+    """Return what a number, a UUID or the beginning of one stands for."""
+    for number, (card, *instances) in enumerate(cards):
+        if name == str(number) or (name and card.uuid.startswith(name)):
+            return instances[0] if instances else card  # of instances that are not named, CUDA takes the first
+        for each in instances:
+            if name and each.uuid.startswith(name):
+                return each
+    return None
+
+
+def _cards() -> list[list[Gpu]]:
+    """Return all GPUs, each with its MIG instances behind it."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    cards: list[list[Gpu]] = []
+    for number, name, mig, uuid in _LISTED.findall(listed):
+        if number:
+            cards.append([Gpu(uuid, name)])
+        elif cards:
+            cards[-1].append(Gpu(uuid, f"{cards[-1][0].name} {mig}"))
+    return cards

@@ -1,0 +1,1 @@
+// Horovod's core includes this header, and uses nothing of it.
