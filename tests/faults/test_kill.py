@@ -17,16 +17,17 @@ SAVER = Path(__file__).with_name("saver.py")
 
 def killed_saver(root, first, delay_s):
     """Run the saver, kill it this long after its first save is taken; return what it said last, as numbers."""
-    process = subprocess.Popen([sys.executable, SAVER, str(root), str(first)], stdout=subprocess.PIPE, text=True)
+    # Without a buffer: `communicate` would lose the lines that it holds.
+    process = subprocess.Popen([sys.executable, SAVER, str(root), str(first)], stdout=subprocess.PIPE, bufsize=0)
     try:
         lines = [process.stdout.readline(), process.stdout.readline()]
-        assert lines[1] == f"taken {first}\n"
+        assert lines[1].decode() == f"taken {first}\n"
         time.sleep(delay_s)
     finally:
         process.kill()
-        rest, _ = process.communicate(timeout=30)
+        rest, _ = process.communicate(timeout=60)
     said = {"asked": first, "taken": first}
-    for line in [*lines, *rest.splitlines(keepends=True)]:
+    for line in (b"".join(lines) + rest).decode().splitlines(keepends=True):
         word, _, number = line.partition(" ")
         if number.endswith("\n"):
             said[word] = int(number)
