@@ -713,6 +713,13 @@ DEFECTS = (
         ranks("torch", "and_hosts_alone", np=3),
     ),
     Defect(
+        "sync: the mean over a host reads its flags from the device",
+        "hvdtrain/torch/reduction/host_mean.py",
+        "if members[0].is_cpu:",
+        "if members:",
+        unit("torch/test_no_host_sync.py", "-k", "mean_over_a_host"),
+    ),
+    Defect(
         "sync: the gradient in flight is not in checkpoints",
         "hvdtrain/torch/adapter.py",
         "arrays=state.arrays | arrays, ",

@@ -15,7 +15,7 @@ from hvdtrain.torch.ops import engine, pack
 from hvdtrain.torch.ops.wire import as_real, from_real
 from hvdtrain.torch.reduction.alone import Alone
 from hvdtrain.torch.reduction.exchange import DenseOnly
-from hvdtrain.torch.reduction.reduction_unit import store_gradient
+from hvdtrain.torch.reduction.reduction_unit import dense_gradient, store_gradient
 
 
 class HostMean(Alone):
@@ -51,22 +51,29 @@ class HostMean(Alone):
                 self._average(members, name=f"host_mean.{number}")
 
     def _average(self, members: list[Parameter], *, name: str) -> None:
-        shapes = [as_real(parameter.detach()).shape for parameter in members]
-        shapes.append(torch.Size([len(members)]))  # a flag for each gradient that is there
-        ranks = len(self._peers)
+        has_gradient = [parameter.grad is not None for parameter in members]
+        flags = torch.tensor(has_gradient, dtype=_added_up_in(members[0]), device="cpu")
+        gradients = [as_real(dense_gradient(parameter)) for parameter in members]
+        if members[0].is_cpu:
+            *means, flags = self._mean([*gradients, flags], name)
+        else:
+            # Flags among the gradients would be read from the device, after all that it still computes.
+            (flags,) = self._mean([flags], f"{name}.flags")
+            means = self._mean(gradients, name)
+        for mean, parameter, there in zip(means, members, flags.tolist(), strict=True):
+            if there:
+                store_gradient(parameter, from_real(mean, parameter.dtype))
+
+    def _mean(self, tensors: list[Tensor], name: str) -> list[Tensor]:
+        """Return the means of real tensors, which are on one device, over the ranks of this host."""
+        shapes, ranks = [tensor.shape for tensor in tensors], len(self._peers)
         shard = -(-sum(shape.numel() for shape in shapes) // ranks)
-        flat = torch.zeros(ranks * shard, dtype=_added_up_in(members[0]), device=members[0].device)
-        *parts, flags = pack.parts(flat, shapes)
-        for index, (part, parameter) in enumerate(zip(parts, members, strict=True)):
-            if parameter.grad is not None:
-                part.copy_(as_real(parameter.grad.detach()))
-                flags[index] = 1.0
+        flat = torch.zeros(ranks * shard, dtype=_added_up_in(tensors[0]), device=tensors[0].device)
+        for part, tensor in zip(pack.parts(flat, shapes), tensors, strict=True):
+            part.copy_(tensor)
         # (ranks, shard): one row per rank of this host
         mine = self._exchange(flat, shard, f"{name}.scatter").view(ranks, shard).mean(0)
-        *parts, flags = pack.parts(self._exchange(mine.repeat(ranks), shard, f"{name}.gather"), shapes)
-        for part, parameter, there in zip(parts, members, flags.tolist(), strict=True):
-            if there:
-                store_gradient(parameter, from_real(part, parameter.dtype))
+        return pack.parts(self._exchange(mine.repeat(ranks), shard, f"{name}.gather"), shapes)
 
     def _exchange(self, rows: Tensor, shard: int, name: str) -> Tensor:
         """Send each rank of this host its shard of `rows`; return what they send, in rank order."""
@@ -77,6 +84,6 @@ class HostMean(Alone):
         return received
 
 
-def _added_up_in(parameter: Parameter) -> torch.dtype:
+def _added_up_in(parameter: Tensor) -> torch.dtype:
     """Return the type in which gradients are added up: float32 for halves."""
     return torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32

@@ -22,6 +22,8 @@ from hvdtrain.torch.adapter import TorchAdapter, make_adapter
 from hvdtrain.torch.ops import sync_batch_norm
 from hvdtrain.torch.ops.norm_kernels import NormKernels
 from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
+from hvdtrain.torch.reduction.exchange import DenseOnly
+from hvdtrain.torch.reduction.host_mean import HostMean
 from hvdtrain.torch.steps import compute, update
 
 ROWS = 6
@@ -156,6 +158,19 @@ def test_that_flag_decides_whether_the_step_is_taken() -> None:
     made = adapter(torch.nn.MSELoss(), net=torch.nn.Linear(4, 2), nan_policy="raise")
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         made.train_step([batch(np.zeros((ROWS, 2), np.float32), inputs=np.ones((ROWS, 4), np.float32))])
+
+
+@pytest.mark.usefixtures("hvd")
+def test_the_mean_over_a_host_reads_nothing() -> None:
+    """Whether a rank of the host has a gradient is asked on the host."""
+    net = model().to("meta")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    *used, unused = net.parameters()
+    for parameter in used:
+        parameter.grad = torch.ones_like(parameter)
+    within = DenseOnly("the test", "nothing", {}, SoloWorld("meta"))
+    HostMean(optimizer, within, SoloWorld("meta")).average(list(net.parameters()))
+    assert unused.grad is None
 
 
 def test_what_is_read_raises_here() -> None:
