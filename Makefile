@@ -110,7 +110,7 @@ e2e-all: $(STAMP) ## Also those that prove a claim once more, with another launc
 standin: $(STAMP) ## Horovod's core as for GPUs, on a stand-in for CUDA and NCCL: order, numbers, failures (3 minutes)
 	python -m pytest -n 2 --dist worksteal --max-worker-restart 0 tests/standin/test_core.py
 
-standin-torch: $(STAMP) ## Rank tests of torch with Horovod's torch library on the stand-in (5 minutes)
+standin-torch: $(STAMP) ## Rank tests of torch with Horovod's torch library on the stand-in (10 minutes)
 	HVDTRAIN_TEST_LONG=1 python -m pytest tests/standin/test_torch.py
 
 mutants: $(STAMP) ## Put defects into a copy of the core, one at a time: tests of `make test` must catch each (ARGS="bucket loss": some)

@@ -447,6 +447,13 @@ DEFECTS = (
         TORCH,
     ),
     Defect(
+        "whole numbers: above 2^53 their products pass through a double",
+        "hvdtrain/torch/ops/whole_numbers.py",
+        "        if large.any():\n",
+        "        if False:\n",
+        unit("torch/test_whole_numbers.py"),
+    ),
+    Defect(
         "sync batch norm: each rank's mean weighs the same",
         "hvdtrain/torch/ops/norm_kernels.py",
         "mean = (means * weights).sum(0) / count",

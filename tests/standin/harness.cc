@@ -33,6 +33,8 @@ namespace {
 using Numbers = std::function<double(int64_t)>;
 using TensorPointer = std::shared_ptr<DeviceTensor>;
 
+constexpr int PAIR[] = {0, 1}, PAIR_SIZE = 2, PAIR_SET = 1; // a process set
+
 int rank() { return horovod_rank(); }
 int size() { return horovod_size(); }
 
@@ -87,14 +89,15 @@ Numbers pattern(int step, int tensor, int of_rank) {
   return [=](int64_t i) { return (of_rank + 1.0) * ((step * 31 + tensor * 7 + i) % 16); };
 }
 
-Numbers over_ranks(int step, int tensor, double factor) {
-  return [=](int64_t i) { return factor * size() * (size() + 1) / 2 * ((step * 31 + tensor * 7 + i) % 16); };
+Numbers over_ranks(int step, int tensor, double factor, int ranks = size()) {
+  return [=](int64_t i) { return factor * ranks * (ranks + 1) / 2 * ((step * 31 + tensor * 7 + i) % 16); };
 }
 
 struct Reduction {
   DataType type = HOROVOD_FLOAT32;
   ReduceOp op = ReduceOp::AVERAGE;
   double before = 1.0, after = 1.0;
+  int process_set = 0;
 
   double factor() const { return before * after / (op == ReduceOp::AVERAGE ? size() : 1); }
 };
@@ -102,7 +105,7 @@ struct Reduction {
 Handle allreduce(TensorPointer from, TensorPointer to, const std::string& name, const Reduction& how = {}) {
   Handle handle;
   check(EnqueueTensorAllreduce(std::make_shared<Context>(how.type), from, to, ready(), name, DEVICE, handle.callback(),
-                               how.op, how.before, how.after),
+                               how.op, how.before, how.after, how.process_set),
         name);
   return handle;
 }
@@ -128,8 +131,21 @@ void steps(int count, const Reduction& how, int64_t unit = 1) {
   }
 }
 
+// In no buffer with others: the factor is the last thing that happens to it.
+void scaled_alone() {
+  for (int step = 0; step < 5; ++step) {
+    Reduction how{HOROVOD_FLOAT32, ReduceOp::SUM, 1.0, 0.25};
+    auto gradient = tensor_of(1000);
+    fill(gradient, pattern(step, 0, rank()));
+    check(allreduce(gradient, gradient, "alone", how).wait(), "a gradient");
+    expect(gradient, over_ranks(step, 0, how.factor()), "a gradient alone");
+    cudaStreamSynchronize(compute_stream());
+  }
+}
+
 void reduces() {
   steps(12, {});
+  scaled_alone();
   steps(3, {HOROVOD_FLOAT32, ReduceOp::SUM, 0.5, 4.0});
   steps(3, {HOROVOD_FLOAT16, ReduceOp::AVERAGE});
   steps(3, {HOROVOD_FLOAT16, ReduceOp::SUM, 0.5, 2.0});
@@ -137,30 +153,61 @@ void reduces() {
   steps(3, {HOROVOD_INT32, ReduceOp::SUM});
 }
 
-// What a double does not hold, in one buffer and each alone.
-void large_integers() {
-  constexpr int64_t LARGE = (int64_t(1) << 53) + 1;
+int64_t product(int64_t number, const std::pair<int64_t, int64_t>& ratio) {
+  return static_cast<int64_t>(static_cast<__int128>(number) * ratio.first / ratio.second);
+}
+
+// What a double does not hold, in one buffer or each alone, on the device or on the host.
+void large_integers(int count, int device, const Reduction& how, const std::pair<int64_t, int64_t>& ratio) {
+  constexpr int NUMBERS = 6;
+  const int64_t large = (int64_t(1) << 53) + 1;
+  std::vector<int64_t> numbers{large, large + 2, -large, 49 * size(), 7, -7};
   std::vector<TensorPointer> tensors;
-  std::vector<Handle> handles;
-  for (int t = 0; t < 4; ++t) {
-    auto tensor = tensor_of(5, HOROVOD_INT64);
+  std::vector<Handle> handles(count);
+  for (int t = 0; t < count; ++t) {
+    auto tensor = tensor_of(NUMBERS, HOROVOD_INT64);
     standin::send(compute_stream(), "a fill", {standin::writes(tensor->data(), tensor->size())}, [=] {
-      for (int i = 0; i < 5; ++i) static_cast<int64_t*>(tensor->buffer.data)[i] = rank() == 0 ? LARGE + 2 * i : 0;
+      auto data = static_cast<int64_t*>(tensor->buffer.data);
+      for (int i = 0; i < NUMBERS; ++i) data[i] = rank() == 0 ? numbers[i] + t : 0;
     });
-    handles.push_back(allreduce(tensor, tensor, "integers." + std::to_string(t), {HOROVOD_INT64, ReduceOp::SUM}));
+    if (device == CPU_DEVICE_ID) cudaStreamSynchronize(compute_stream());
     tensors.push_back(tensor);
   }
-  for (int t = 0; t < 4; ++t) {
+  for (int t = 0; t < count; ++t) {
+    auto name = "integers." + std::to_string(t);
+    auto events = device == CPU_DEVICE_ID ? ReadyEventList() : ready();
+    check(EnqueueTensorAllreduce(std::make_shared<Context>(HOROVOD_INT64), tensors[t], tensors[t], events, name, device,
+                                 handles[t].callback(), how.op, how.before, how.after),
+          name);
+  }
+  for (int t = 0; t < count; ++t) {
     check(handles[t].wait(), "integers");
     auto tensor = tensors[t];
     standin::send(compute_stream(), "a check", {standin::reads(tensor->data(), tensor->size())}, [=] {
-      for (int i = 0; i < 5; ++i) {
+      for (int i = 0; i < NUMBERS; ++i) {
         auto found = static_cast<const int64_t*>(tensor->data())[i];
-        if (found != LARGE + 2 * i) fail("a sum of integers is " + std::to_string(found));
+        auto wanted = product(numbers[i] + t, ratio);
+        if (found != wanted) {
+          fail("on device " + std::to_string(device) + " " + std::to_string(numbers[i] + t) + " times " +
+               std::to_string(ratio.first) + "/" + std::to_string(ratio.second) + " is " + std::to_string(found) +
+               ", not " + std::to_string(wanted));
+        }
       }
     });
   }
   cudaStreamSynchronize(compute_stream());
+}
+
+void large_integers() {
+  for (int device : {DEVICE, CPU_DEVICE_ID}) {
+    for (int count : {4, 1}) {
+      large_integers(count, device, {HOROVOD_INT64, ReduceOp::SUM}, {1, 1});
+      large_integers(count, device, {HOROVOD_INT64, ReduceOp::AVERAGE}, {1, size()});
+      large_integers(count, device, {HOROVOD_INT64, ReduceOp::SUM, 3.0}, {3, 1});
+      large_integers(count, device, {HOROVOD_INT64, ReduceOp::SUM, 1.0, 1.0 / 49}, {1, 49});
+      large_integers(count, device, {HOROVOD_INT64, ReduceOp::SUM, 1.0, 0.75}, {3, 4});
+    }
+  }
 }
 
 int64_t rows_of(int of_rank, int tensor) { return 3 + tensor + of_rank % 2; }
@@ -276,6 +323,22 @@ void joins() {
   if (standin::communicators() != communicators) fail("joined ranks need another communicator");
 }
 
+// Ranks 0 and 1 reduce more often than the others, in a set of their own.
+void process_sets() {
+  for (int step = 0; step < 6; ++step) {
+    auto tensor = tensor_of(1000);
+    if (rank() < 2) {
+      fill(tensor, pattern(step, 0, rank()));
+      Reduction how{HOROVOD_FLOAT32, ReduceOp::SUM};
+      how.process_set = PAIR_SET;
+      check(allreduce(tensor, tensor, "pair", how).wait(), "a set's gradient");
+      expect(tensor, over_ranks(step, 0, 1.0, 2), "a set's gradient");
+    }
+    steps(1, {});
+    cudaStreamSynchronize(compute_stream());
+  }
+}
+
 // More bytes than an int holds; nobody writes them, and only what ranks call is compared.
 void large_gather() {
   auto tensor = std::make_shared<DeviceTensor>(HOROVOD_FLOAT32, TensorShape({(int64_t(1) << 29) + 1024}));
@@ -316,6 +379,44 @@ void no_memory() {
   std::puts("ok");
   std::fflush(stdout);
   std::_Exit(0);
+}
+
+// One rank cannot make the output of a gather or of an alltoall; the others have sent theirs.
+void no_output_memory(const std::function<Handle(std::shared_ptr<Context>, TensorPointer)>& send) {
+  steps(2, {});
+  auto tensor = tensor_of(1 << 20);
+  fill(tensor, pattern(0, 0, rank()));
+  auto context = std::make_shared<Context>(HOROVOD_FLOAT32);
+  bool is_full = rank() == size() - 1;
+  if (is_full) standin::limit_memory(1 << 20);
+  expect_refusal(send(context, tensor), is_full ? "rank " + std::to_string(rank()) + ": no memory for what" : "");
+  if (is_full) {
+    // Not before Horovod has ended: the others would hear of it from the end of this process.
+    Handle next;
+    auto status = EnqueueTensorAllreduce(context, tensor, tensor, ready(), "next", DEVICE, next.callback());
+    if (status.ok() || status.in_progress()) expect_refusal(next, "shut down");
+  }
+  end();
+}
+
+void no_memory_to_gather() {
+  no_output_memory([](std::shared_ptr<Context> context, TensorPointer tensor) {
+    Handle handle;
+    check(EnqueueTensorAllgather(context, tensor, ready(), "gathered", DEVICE, handle.callback()), "allgather");
+    return handle;
+  });
+}
+
+void no_memory_to_exchange() {
+  no_output_memory([](std::shared_ptr<Context> context, TensorPointer tensor) {
+    Handle handle;
+    std::vector<int32_t> splits(size(), 1000);
+    splits[0] = static_cast<int32_t>(tensor->dims.num_elements()) - 1000 * (size() - 1);
+    check(EnqueueTensorAlltoall(context, tensor, std::make_shared<HostTensor>(splits), ready(), "exchanged", DEVICE,
+                                handle.callback()),
+          "alltoall");
+    return handle;
+  });
 }
 
 // The device of one rank fails: whoever waits hears of it on each rank, and no process ends without a word.
@@ -370,14 +471,18 @@ void dead_peer() {
 const std::map<std::string, void (*)()> SCENARIOS{
     {"reduces", reduces}, {"large-integers", large_integers}, {"gathers", gathers},
     {"scatters", scatters}, {"exchanges", exchanges}, {"joins", joins},
-    {"large-gather", large_gather}, {"no-memory", no_memory}, {"broken-device", broken_device}, {"dead-peer", dead_peer},
+    {"process-sets", process_sets}, {"large-gather", large_gather}, {"no-memory", no_memory},
+    {"no-memory-to-gather", no_memory_to_gather}, {"no-memory-to-exchange", no_memory_to_exchange},
+    {"broken-device", broken_device}, {"dead-peer", dead_peer},
 };
 
 } // namespace
 
 int main(int argc, char** argv) {
   if (argc != 2 || !SCENARIOS.count(argv[1])) fail("which scenario?");
-  if (!horovod_init(nullptr, 0, nullptr, nullptr, 0)) fail("Horovod cannot be initialized");
+  if (!horovod_init(nullptr, 0, PAIR, &PAIR_SIZE, argv[1] == std::string("process-sets"))) {
+    fail("Horovod cannot be initialized");
+  }
   SCENARIOS.at(argv[1])();
   if (standin::spinning_waits() > 0) fail("a wait for the device keeps a core busy");
   horovod_shutdown();

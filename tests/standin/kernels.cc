@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "horovod/common/ops/cuda/cuda_kernels.h"
+#include "horovod/common/ops/whole_factor.h"
 #include "runtime.h"
 
 namespace horovod {
@@ -16,8 +17,7 @@ namespace {
 
 template <typename T, typename S> void scale(const void* in, void* out, size_t bytes, S factor) {
   for (size_t i = 0; i < bytes / sizeof(T); ++i) {
-    // An integer times a double, as the kernels have it.
-    static_cast<T*>(out)[i] = static_cast<T>(static_cast<const T*>(in)[i] * factor);
+    static_cast<T*>(out)[i] = static_cast<T>(factor * static_cast<const T*>(in)[i]);
   }
 }
 
@@ -31,10 +31,10 @@ void scale_half(const void* in, void* out, size_t bytes, float factor) {
 
 void scale(DataType type, const void* in, void* out, size_t bytes, double factor) {
   switch (type) {
-  case HOROVOD_UINT8: return scale<uint8_t>(in, out, bytes, factor);
-  case HOROVOD_INT8: return scale<int8_t>(in, out, bytes, factor);
-  case HOROVOD_INT32: return scale<int32_t>(in, out, bytes, factor);
-  case HOROVOD_INT64: return scale<int64_t>(in, out, bytes, factor);
+  case HOROVOD_UINT8: return scale<uint8_t>(in, out, bytes, WholeFactor(factor));
+  case HOROVOD_INT8: return scale<int8_t>(in, out, bytes, WholeFactor(factor));
+  case HOROVOD_INT32: return scale<int32_t>(in, out, bytes, WholeFactor(factor));
+  case HOROVOD_INT64: return scale<int64_t>(in, out, bytes, WholeFactor(factor));
   case HOROVOD_FLOAT16: return scale_half(in, out, bytes, static_cast<float>(factor));
   case HOROVOD_FLOAT32: return scale<float>(in, out, bytes, static_cast<float>(factor));
   case HOROVOD_FLOAT64: return scale<double>(in, out, bytes, factor);

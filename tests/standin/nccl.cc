@@ -1,4 +1,7 @@
 // NCCL on one host: ranks exchange over shared memory, and end where they do not call the same operations.
+//
+// All ranks take part in a group of collective calls. In a group of sends and receives a rank waits for its partners
+// alone, and one that has nothing to send or receive calls nothing.
 
 #include <nccl.h>
 
@@ -12,6 +15,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -45,9 +49,16 @@ struct Rank {
   Call call[MOST_CALLS];
 };
 
+// What one rank sends another one: the numbers of sends and of receives so far, and what was sent last.
+struct Channel {
+  std::atomic<uint64_t> sent, received;
+  Call call;
+};
+
 struct Board {
   std::atomic<int> is_aborted;
   Rank rank[MOST_RANKS];
+  Channel channel[MOST_RANKS][MOST_RANKS]; // [from][to]
 };
 
 size_t size_of(ncclDataType_t type) {
@@ -111,26 +122,30 @@ struct ncclComm {
   int rank, size;
   Board* board;
   char* rooms;
-  uint64_t groups = 0; // that this rank has sent
+  uint64_t groups = 0; // of collective calls, that this rank has sent
+  std::atomic<int> exchanges{0}; // groups of sends and receives that are under way
   std::atomic<bool> is_aborted{false}, is_gone{false};
   std::atomic<ncclResult_t> error{ncclSuccess};
 
   char* room(int of) { return rooms + ROOM * of; }
+  char* room(int from, int to) { return rooms + ROOM * (size + from * size + to); }
 
-  // Whether all ranks are there; not once this rank has given up. Like NCCL within a host, it does not notice that a
+  // Whether others are there; not once this rank has given up. Like NCCL within a host, it does not notice that a
   // process is gone.
-  bool meet(std::atomic<uint64_t> Rank::*what, uint64_t number) {
+  template <typename Condition> bool wait(Condition are_there) {
     auto is_over = [&] {
-      bool all = true;
-      for (int r = 0; r < size; ++r) {
-        if ((board->rank[r].*what).load() >= number) continue;
-        all = false;
-        if (board->is_aborted) error = ncclRemoteError;
-      }
-      return all || is_aborted;
+      if (are_there()) return true;
+      if (board->is_aborted) error = ncclRemoteError;
+      return is_aborted.load();
     };
     if (!standin::wait_until(is_over)) fail("NCCL hangs: a rank did not call what others have called");
     return !is_aborted;
+  }
+
+  bool meet(std::atomic<uint64_t> Rank::*what, uint64_t number) {
+    return wait([&] {
+      return std::all_of(board->rank, board->rank + size, [&](Rank& each) { return (each.*what).load() >= number; });
+    });
   }
 };
 
@@ -154,7 +169,6 @@ void compare(ncclComm& comm) {
   auto& mine = comm.board->rank[comm.rank];
   for (int r = 0; r < comm.size; ++r) {
     auto& other = comm.board->rank[r];
-    if (mine.calls > 0 && is_exchange(mine.call[0])) continue; // `received` compares these
     for (int i = 0; i < std::max(mine.calls, other.calls); ++i) {
       auto a = i < mine.calls ? described(mine.call[i]) : "nothing";
       auto b = i < other.calls ? described(other.call[i]) : "nothing";
@@ -163,29 +177,11 @@ void compare(ncclComm& comm) {
   }
 }
 
-const char* sent(ncclComm& comm, int rank, int call) {
-  return comm.room(rank) + comm.board->rank[rank].call[call].offset;
-}
-
-// What rank `call.root` sends to this one with its send number `index`.
-const char* received(ncclComm& comm, const Call& call, int index) {
-  auto& peer = comm.board->rank[call.root];
-  for (int i = 0; i < peer.calls; ++i) {
-    auto& theirs = peer.call[i];
-    if (theirs.kind != SEND || theirs.root != comm.rank || index-- > 0) continue;
-    if (theirs.count != call.count || theirs.type != call.type) {
-      fail("NCCL: this rank calls " + described(call) + ", rank " + std::to_string(call.root) + " " + described(theirs));
-    }
-    return sent(comm, call.root, i);
-  }
-  fail("NCCL: this rank calls " + described(call) + ", and nobody sends that");
-}
-
-void finish(ncclComm& comm, const Local& local, int i, int index) {
+void finish(ncclComm& comm, const Local& local, int i) {
   auto& call = local.call;
   size_t bytes = call.count * size_of(call.type);
   std::vector<const char*> all;
-  for (int r = 0; r < comm.size && !is_exchange(call); ++r) all.push_back(sent(comm, r, i));
+  for (int r = 0; r < comm.size; ++r) all.push_back(comm.room(r) + comm.board->rank[r].call[i].offset);
   switch (call.kind) {
   case ALLREDUCE: return reduce(call.type, all, local.out, call.count, call.op);
   case REDUCE:
@@ -198,8 +194,7 @@ void finish(ncclComm& comm, const Local& local, int i, int index) {
   case ALLGATHER:
     for (int r = 0; r < comm.size; ++r) std::memcpy(static_cast<char*>(local.out) + bytes * r, all[r], bytes);
     return;
-  case RECEIVE: std::memcpy(local.out, received(comm, call, index), bytes); return;
-  case SEND: return;
+  default: return;
   }
 }
 
@@ -211,6 +206,42 @@ size_t bytes_in(const ncclComm& comm, const Call& call) {
 size_t bytes_out(const ncclComm& comm, const Call& call) {
   if (call.kind == SEND || (call.kind == REDUCE && call.root != comm.rank)) return 0;
   return call.count * size_of(call.type) * (call.kind == ALLGATHER ? comm.size : 1);
+}
+
+bool send(ncclComm& comm, const Local& local) {
+  auto& channel = comm.board->channel[comm.rank][local.call.root];
+  if (!comm.wait([&] { return channel.received == channel.sent; })) return false;
+  channel.call = local.call;
+  auto bytes = bytes_in(comm, local.call);
+  // Of what is too large for the room, ranks compare their calls alone.
+  if (bytes <= ROOM) std::memcpy(comm.room(comm.rank, local.call.root), local.in, bytes);
+  ++channel.sent;
+  return true;
+}
+
+bool receive(ncclComm& comm, const Local& local) {
+  auto& call = local.call;
+  auto& channel = comm.board->channel[call.root][comm.rank];
+  if (!comm.wait([&] { return channel.sent > channel.received; })) return false;
+  auto& theirs = channel.call;
+  if (theirs.count != call.count || theirs.type != call.type) {
+    fail("NCCL: this rank calls " + described(call) + ", rank " + std::to_string(call.root) + " " + described(theirs));
+  }
+  auto bytes = bytes_out(comm, call);
+  if (bytes <= ROOM) std::memcpy(local.out, comm.room(call.root, comm.rank), bytes);
+  ++channel.received;
+  return true;
+}
+
+// A group of sends and receives, on the stream's thread.
+void exchange(ncclComm& comm, const std::vector<Local>& group) {
+  // All sends first, so that no rank waits for another one that waits for it.
+  for (auto kind : {SEND, RECEIVE}) {
+    for (auto& local : group) {
+      if (local.call.kind == kind && !(kind == SEND ? send(comm, local) : receive(comm, local))) return;
+    }
+  }
+  --comm.exchanges;
 }
 
 // A group of calls, on the stream's thread. A rank that is aborted leaves what it should have received as it is.
@@ -231,12 +262,7 @@ void run(ncclComm& comm, uint64_t number, const std::vector<Local>& group) {
   mine.arrived = number;
   if (!comm.meet(&Rank::arrived, number)) return;
   compare(comm);
-  std::vector<int> receives(comm.size, 0);
-  // Of what is too large for the room, ranks compare their calls alone.
-  for (size_t i = 0; i < group.size() && !is_large; ++i) {
-    auto& call = group[i].call;
-    finish(comm, group[i], static_cast<int>(i), call.kind == RECEIVE ? receives[call.root]++ : 0);
-  }
+  for (size_t i = 0; i < group.size() && !is_large; ++i) finish(comm, group[i], static_cast<int>(i));
   mine.left = number;
 }
 
@@ -265,10 +291,15 @@ ncclResult_t flush() {
   std::vector<standin::Access> accesses;
   for (auto& local : group_) accesses.push_back(standin::reads(local.in, bytes_in(comm, local.call)));
   for (auto& local : group_) accesses.push_back(standin::writes(local.out, bytes_out(comm, local.call)));
-  auto number = ++comm.groups;
   auto what = std::string("NCCL's ") + NAMES[group_[0].call.kind];
-  standin::send(stream_, what, accesses,
-                [&comm, number, group = std::move(group_)] { run(comm, number, group); });
+  std::function<void()> work;
+  if (is_exchange(group_[0].call)) {
+    ++comm.exchanges;
+    work = [&comm, group = group_] { exchange(comm, group); };
+  } else {
+    work = [&comm, number = ++comm.groups, group = group_] { run(comm, number, group); };
+  }
+  standin::send(stream_, what, accesses, work);
   group_.clear();
   return ncclSuccess;
 }
@@ -277,6 +308,7 @@ ncclResult_t add(Call call, const void* in, void* out, ncclComm_t handle, cudaSt
   auto& comm = checked(handle);
   if (call.root < 0 || call.root >= comm.size || call.count > uint64_t(1) << 40) return ncclInvalidArgument;
   if (!group_.empty() && (comm_ != handle || stream_ != stream)) fail("a group of NCCL's over two communicators");
+  if (!group_.empty() && is_exchange(group_[0].call) != is_exchange(call)) fail("a group of NCCL's of both kinds");
   Local local{call, in, out};
   check_overlap(comm, local);
   comm_ = handle;
@@ -309,7 +341,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 
 ncclResult_t ncclCommInitRank(ncclComm_t* handle, int size, ncclUniqueId id, int rank) {
   if (size > MOST_RANKS || rank < 0 || rank >= size) return ncclInvalidArgument;
-  size_t bytes = sizeof(Board) + ROOM * size;
+  size_t bytes = sizeof(Board) + ROOM * size * (1 + size);
   int file = shm_open(id.internal, O_CREAT | O_RDWR, 0600);
   if (file < 0 || ftruncate(file, bytes) != 0) return ncclSystemError;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -332,11 +364,15 @@ ncclResult_t ncclCommInitRank(ncclComm_t* handle, int size, ncclUniqueId id, int
   return ncclSuccess;
 }
 
-// As NCCL's, it waits for what was called before.
+// As NCCL's, it waits for what was called before. What was sent has to be received by then.
 ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   auto& comm = checked(handle);
-  auto number = comm.groups;
-  if (!standin::wait_until([&] { return comm.board->rank[comm.rank].left >= number; })) {
+  auto is_over = [&] {
+    auto channels = comm.board->channel[comm.rank];
+    return comm.board->rank[comm.rank].left >= comm.groups && comm.exchanges == 0 &&
+           std::all_of(channels, channels + comm.size, [](Channel& each) { return each.received == each.sent; });
+  };
+  if (!standin::wait_until(is_over)) {
     fail("NCCL hangs: a communicator is destroyed while its operations wait for other ranks");
   }
   comm.is_gone = true;

@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -113,6 +114,14 @@ thread_local int device_ = 0;
 CUstream_st& of(cudaStream_t stream) {
   static CUstream_st* default_stream = new CUstream_st;
   return stream ? *stream : *default_stream;
+}
+
+// While HVDTRAIN_STANDIN_OVERLAPS=1, the main thread alone may wait for what is on the stream of what it computes. By
+// the time that another thread does, all that the main thread has sent meanwhile would be there.
+void check_overlap(const CUstream_st& stream) {
+  if (stream.is_host && syscall(SYS_gettid) != getpid() && environment("HVDTRAIN_STANDIN_OVERLAPS", 0) == 1) {
+    standin::fail("a thread of Horovod's waits for what the main thread has sent to its stream meanwhile");
+  }
 }
 
 // Memory between two pages that nobody may touch, of bytes that are NaN in each type of floats.
@@ -244,6 +253,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   auto& stream = of(handle);
+  check_overlap(stream);
   if (stream.is_host) return cudaGetLastError();
   stream.wait_for(stream.place());
   std::lock_guard<std::mutex> guard(lock_);
@@ -259,6 +269,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
   auto& stream = of(handle);
+  check_overlap(stream);
   std::lock_guard<std::mutex> guard(lock_);
   if (stream.is_host) {
     *event = {event->flags, nullptr, 0, host_};

@@ -15,16 +15,18 @@ from hvdtrain.system import start_ranks
 
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 TWO_STREAMS = {"HOROVOD_NUM_NCCL_STREAMS": "2"}
+TIMELINE = {"HOROVOD_TIMELINE": os.devnull}
 # How people run it: each of these is another path through the core.
 WAYS: dict[str, dict[str, str]] = {
     "blocking": {},
     "async": ASYNC,
     "two-streams": TWO_STREAMS | ASYNC,
     "single-copies": {"HOROVOD_BATCH_D2D_MEMCOPIES": "0"},
-    "timeline": {"HOROVOD_TIMELINE": os.devnull},
+    "timeline": TIMELINE,
+    "async-timeline": TIMELINE | ASYNC,
     "torus": {"HOROVOD_TORUS_ALLREDUCE": "1"},
 }
-COLLECTIVES = ("reduces", "gathers", "scatters", "exchanges", "joins", "large-integers")
+COLLECTIVES = ("reduces", "gathers", "scatters", "exchanges", "joins", "large-integers", "process-sets")
 NCCL, GPU = "horovod/common/ops/nccl_operations.cc", "horovod/common/ops/gpu_operations.cc"
 
 
@@ -74,6 +76,12 @@ def test_a_rank_without_memory_for_the_fusion_buffer_is_an_error_on_each_rank(ha
     assert ended == 3, said
 
 
+@pytest.mark.parametrize("what", ["gather", "exchange"])
+def test_a_rank_without_memory_for_what_it_receives_is_an_error_on_each_rank(harness: Path, what: str) -> None:
+    ended, said = run(harness, f"no-memory-to-{what}", {})
+    assert ended == 3, said
+
+
 @pytest.mark.parametrize("elastic", ["0", "1"])
 def test_a_broken_device_is_an_error_of_its_rank_and_ends_no_process(harness: Path, elastic: str) -> None:
     ended, said = run(harness, "broken-device", {"HOROVOD_ELASTIC": elastic})
@@ -98,9 +106,17 @@ DEFECTS: dict[str, tuple[str, Mapping[str, str], str, str, str]] = {
                "  WaitForData(entries);\n\n  ncclRedOp_t", "  ncclRedOp_t"),
     ),
     "nobody waits for the reduction": ("reduces", ASYNC, GPU, "          status.event = event;\n", ""),
+    "in a timeline nobody waits for the end of the reduction": (
+        "reduces", TIMELINE | ASYNC, GPU,
+        "  } else {\n    gpu_context_->RecordEvent(event_queue, \"\", *stream);", "  } else if (0) {",
+    ),
     "reductions are on another stream than their copies": (
         "reduces", TWO_STREAMS | ASYNC, GPU,
         *after("  stream =\n      &gpu_context_\n           ->streams[", "global_state_->current_nccl_stream]", "0]"),
+    ),
+    "each rank counts streams for itself": (
+        "process-sets", TWO_STREAMS, "horovod/common/operations.cc",
+        "process_set.device_operations++ %", "horovod_global.process_set_table.Get(0).device_operations++ %",
     ),
     "streams share a fusion buffer": (
         "reduces", TWO_STREAMS | ASYNC, "horovod/common/fusion_buffer_manager.cc",
@@ -113,6 +129,15 @@ DEFECTS: dict[str, tuple[str, Mapping[str, str], str, str, str]] = {
     ),
     "ranks do not agree on their fusion buffers": (
         "no-memory", {}, "horovod/common/operations.cc", "process_set.controller->CrossRankBitwiseAnd(have, 1);", "",
+    ),
+    "ranks do not hear that one has no memory for what it receives": (
+        "no-memory-to-gather", {}, "horovod/common/ops/collective_operations.cc",
+        "    global_state_->shut_down = true;\n", "",
+    ),
+    "whole numbers pass through a double": (
+        "large-integers", {}, "horovod/common/ops/collective_operations.cc",
+        "(int64_t*)buffer_data,\n                       num_elements, WholeFactor(scale_factor)",
+        "(int64_t*)buffer_data,\n                       num_elements, scale_factor",
     ),
     "an aborted communicator is like any other": (
         "dead-peer", {"HOROVOD_ELASTIC": "1"}, NCCL,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.torch.ops import engine
+from hvdtrain.torch.ops import engine, whole_numbers
 from hvdtrain.torch.ops.compression import Compression, without_memory
 from hvdtrain.torch.ops.engine import Average, Handle, Sum
 from hvdtrain.torch.ops.reduce_ops import differentiable
@@ -155,8 +155,7 @@ def grouped_reducescatter_async(
     name = name or engine.auto_name("reducescatter", process_set)
     sent = [to_reduce(t) for t in tensors]
     if prescale_factor != 1.0:  # Horovod would do it in its fusion buffer, and refuse what is larger
-        # Integers in float64, as Horovod multiplies them: torch would in float32.
-        sent = [((t if t.is_floating_point() else t.double()) * prescale_factor).to(t.dtype) for t in sent]
+        sent = [t * prescale_factor if t.is_floating_point() else whole_numbers.times(t, prescale_factor) for t in sent]
     options = {"op": op, "process_set": process_set, "postscale_factor": postscale_factor}
     return _start("reducescatter_async", sent, from_real, tensors, name, **options)
 

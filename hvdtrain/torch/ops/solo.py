@@ -19,6 +19,7 @@ from hvdtrain.distributed.solo_process_sets import (  # noqa: F401 - Horovod's n
     remove_process_set,
 )
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.ops import whole_numbers
 
 
 class HorovodInternalError(RuntimeError):
@@ -91,9 +92,9 @@ def _scaled(tensor: Tensor, prescale_factor: float = 1.0, postscale_factor: floa
     factor = prescale_factor * postscale_factor
     if factor == 1.0:
         return tensor.clone()
-    # Integers in float64, as Horovod multiplies them: torch would in the default type.
-    exact = tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
-    return (exact * factor).to(tensor.dtype)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * factor
+    return whole_numbers.times(tensor, factor)
 
 
 def _scale(tensor: Tensor, **options: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +80,24 @@ def submit(
         return results
 
     return Handle(parts, finish, name)
+
+
+def gather_equal_async(tensor: Tensor, name: str, process_set: Any) -> Any:
+    """Start an allgather of tensors of one shape; return Horovod's handle.
+
+    The memory for a result on a GPU is made here: else Horovod's thread makes it later, and the GPU waits for all that
+    the host has sent by then.
+    """
+    native = engine.native()
+    horovods = sys.modules.get(f"{native.__name__}.mpi_ops") if _is_on_gpu(tensor) else None
+    if horovods is None:  # on a CPU, or in one process without Horovod
+        return native.allgather_async(tensor, name=name, process_set=process_set)
+    gathered = tensor.new_empty((process_set.size() * len(tensor), *tensor.shape[1:]))
+    return horovods._allgather_async(tensor, gathered, name, process_set)
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def check_adasum(tensor: Tensor) -> None:

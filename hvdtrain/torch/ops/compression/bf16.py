@@ -12,7 +12,7 @@ from hvdtrain.distributed.compression import shards
 from hvdtrain.torch.ops import engine, pack
 from hvdtrain.torch.ops.compression.casts import CastCompressor
 from hvdtrain.torch.ops.engine import Average, Handle, Staged
-from hvdtrain.torch.ops.submit import Reduction
+from hvdtrain.torch.ops.submit import Reduction, gather_equal_async
 from hvdtrain.torch.ops.wire import as_real, from_real
 
 
@@ -53,8 +53,8 @@ def _alltoall_and_allgather(tensors: Sequence[Tensor], how: Reduction, name: str
         mine = received.view(torch.bfloat16).view(size, -1).float().sum(0)
         if factor != 1.0:
             mine *= factor
-        options = {"name": f"{name}.gather.{number}", "process_set": how.process_set}
-        gathered.append(native.allgather_async(mine.to(torch.bfloat16).view(torch.float16), **options))
+        rounded = mine.to(torch.bfloat16).view(torch.float16)
+        gathered.append(gather_equal_async(rounded, f"{name}.gather.{number}", how.process_set))
     everyones = []
     for handle in gathered:
         everyones.append((yield handle))

@@ -11,6 +11,7 @@ from torch import Tensor
 from hvdtrain.distributed.compression import BLOCK, LARGEST, Int8
 from hvdtrain.torch.ops import engine, pack
 from hvdtrain.torch.ops.compression.memory import ErrorFeedback
+from hvdtrain.torch.ops.submit import gather_equal_async
 
 
 class Int8Compressor(ErrorFeedback):
@@ -50,8 +51,7 @@ class Int8Compressor(ErrorFeedback):
             # (size, shard, BLOCK): one row per rank, added up in rank order
             mine = _numbers(received.view(size * shard, -1), whole.dtype).view(size, shard, BLOCK).mean(0)
             shared = _rounded(mine)
-            how = {"name": f"{name}.gather.{number}", "process_set": process_set}
-            gathered.append(native.allgather_async(shared.view(-1), **how))
+            gathered.append(gather_equal_async(shared.view(-1), f"{name}.gather.{number}", process_set))
             part -= _numbers(sent[number], whole.dtype)
             # The mean divides it by the number of ranks.
             part[rank * shard : (rank + 1) * shard] += (mine - _numbers(shared, whole.dtype)) * size
