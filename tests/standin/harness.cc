@@ -378,6 +378,7 @@ const std::map<std::string, void (*)()> SCENARIOS{
 int main(int argc, char** argv) {
   if (argc != 2 || !SCENARIOS.count(argv[1])) fail("which scenario?");
   if (!horovod_init(nullptr, 0, nullptr, nullptr, 0)) fail("Horovod cannot be initialized");
+  if (std::getenv("HVDTRAIN_STANDIN_ASYNC_LATER")) horovod_set_async_completion(true);
   SCENARIOS.at(argv[1])();
   if (standin::spinning_waits() > 0) fail("a wait for the device keeps a core busy");
   horovod_shutdown();
