@@ -21,6 +21,7 @@ from hvdtrain.horovod_build.installed import (
     framework_version,
     package_folder,
     package_folders,
+    version_of,
 )
 from hvdtrain.system import open_mpi, toolchain
 
@@ -296,6 +297,12 @@ def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
             numbers = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", text)  # in this order
             return Nccl(".".join(numbers), header.parent, library, from_pip)
     return None
+
+
+def nccl_version() -> str:
+    """Return the version of the NCCL that ranks load: torch's wheel, else the system's; "" where there is none."""
+    wheels = (version_of(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
+    return next(filter(None, wheels), "") or ((found := find_nccl()) and found.version) or ""
 
 
 def find_all(*, without: frozenset[str] = frozenset(), force: bool = False, through_host: bool = False) -> Found:

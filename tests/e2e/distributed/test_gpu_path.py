@@ -1,0 +1,56 @@
+"""Ranks agree in `init` on who waits for a GPU. What GPUs and proofs would say is faked, the agreement is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+# A rank of a Horovod with NCCL, on a host with a GPU, whose proof is an argument; each rank is on a host of its own.
+RANK = """
+import json, logging, os, pathlib, socket, sys
+import horovod.torch
+from hvdtrain.distributed import gpu_path, tuning
+from hvdtrain.horovod_build import gpu_record
+from hvdtrain.torch import collectives
+import hvdtrain
+
+rank = int(os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+horovod.torch.nccl_built = lambda: 22803
+collectives.has_gpu = lambda: True
+socket.gethostname = lambda: f"host-{rank}"
+gpu_record.answer = lambda: gpu_record.Answer(*json.loads(sys.argv[2 + rank]))
+logging.basicConfig(level=logging.INFO)
+world = hvdtrain.init("torch")
+total = world.allreduce([1.0])
+pathlib.Path(sys.argv[1], str(rank)).write_text(json.dumps([gpu_path.is_async(), float(total[0])]))
+"""
+PROVEN, NOT = (True, "proven here on 2026-11-28"), (False, "no proof for this host's GPUs: hvdtrain doctor --gpu")
+
+
+@pytest.mark.parametrize(
+    ("second", "asked", "is_async", "said"),
+    [
+        (PROVEN, "", True, "the host runs ahead of the GPU (proven here on 2026-11-28)"),
+        (NOT, "", False, f"the host waits for the GPU (host host-1: {NOT[1]})"),
+        (NOT, "0", False, "the host waits for the GPU (HVDTRAIN_GPU_ASYNC=0)"),
+    ],
+)
+def test_all_ranks_do_the_same_and_rank_0_says_why(
+    second: tuple[bool, str], asked: str, is_async: bool, said: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [HOROVODRUN, "-np", "2", sys.executable, script, tmp_path, json.dumps(PROVEN), json.dumps(second)]
+    done = subprocess.run(
+        command, env={**os.environ, "HVDTRAIN_GPU_ASYNC": asked}, capture_output=True, text=True, timeout=100
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-3000:]
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [[is_async, 2.0]] * 2
+    assert output.count("ranks on") == output.count(said) == 1, output
