@@ -60,9 +60,8 @@ def gpu_of(local_rank: int, count: int) -> int:
     # one, or several. `compare` finds ranks that share one.
     if local_rank < count or count == 1 or gpus.VISIBLE in os.environ:
         return local_rank % count
-    raise RuntimeError(
-        f"local rank {local_rank} has no GPU: this host shows {count}. Launch at most {count} ranks on it."
-    )
+    why = gpus.lost() or f"Launch at most {count} ranks on it"
+    raise RuntimeError(f"local rank {local_rank} has no GPU: this host shows {count}. {why[0].upper()}{why[1:]}.")
 
 
 def introduce(

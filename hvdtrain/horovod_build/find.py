@@ -27,8 +27,6 @@ from hvdtrain.system import open_mpi, toolchain
 
 # The header that refuses an older C++ standard than its framework was written for.
 _ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
-# The oldest NVIDIA driver for programs of a CUDA major version.
-_OLDEST_DRIVERS = {"12": 525, "13": toolchain.OLDEST_DRIVER}
 
 
 @dataclass(frozen=True)
@@ -364,8 +362,7 @@ def _old_driver(frameworks: tuple[Framework, ...]) -> str:
     """Return why the NVIDIA driver is too old for the frameworks' CUDA; "" if it is not."""
     versions, _ = toolchain.gpu_drivers()
     for framework in frameworks:
-        oldest = _OLDEST_DRIVERS.get(framework.cuda.split(".")[0], 0)
-        if versions and int(versions[0].split(".")[0]) < oldest:
+        if versions and (oldest := toolchain.old_driver(versions[0], framework.cuda)):
             return (
                 f"the NVIDIA driver is {versions[0]}, and {framework}, built for CUDA "
                 f"{framework.cuda}, needs {oldest} or newer (Ubuntu: apt-get install "

@@ -22,7 +22,7 @@ from hvdtrain.horovod_build.gpu_proof import Proof
 from hvdtrain.horovod_build.installed import version_of
 from hvdtrain.horovod_build.probe import Probe
 from hvdtrain.system import gpus, open_mpi
-from hvdtrain.system.toolchain import OLDEST_DRIVER
+from hvdtrain.system.toolchain import OLDEST_DRIVER, old_driver
 
 Level = Literal["error", "warning"]
 # Docker's default is 64 MiB; torch's data loaders and Open MPI's shared-memory transport want more.
@@ -43,6 +43,8 @@ RULES: dict[str, tuple[Level, str]] = {
     "horovod-without-framework": ("warning", "hvdtrain build"),
     "keras-torch-ddp": ("warning", "unset MASTER_ADDR WORLD_SIZE"),
     "old-gpu-driver": ("error", f"apt-get install nvidia-driver-{OLDEST_DRIVER}  # Ubuntu's name"),
+    "lost-gpu": ("error", "dmesg | grep Xid; reboot"),
+    "other-nccl": ("error", "hvdtrain build"),
     "idle-gpus": ("warning", "hvdtrain build"),
     "horovod-from-elsewhere": ("warning", "hvdtrain build"),
     "horovod-by-other-hvdtrain": ("warning", "hvdtrain build"),
@@ -65,9 +67,11 @@ class Facts:
     horovod_proven: bool = False  # `hvdtrain build` proved it in this environment
     mpi: str = ""  # first line of `mpirun --version`, "" without an mpirun
     horovod_mpi: str = ""  # version of the Open MPI that Horovod was built with, "" where it is not recorded
+    horovod_nccl: str = ""  # version of the NCCL that it was built with, "" for none, or where it is not recorded
     horovod_cuda: str = ""  # CUDA version with which it takes tensors on GPUs, "" where it does not, or is not recorded
     gpus: tuple[str, ...] = ()  # name and memory of each that CUDA_VISIBLE_DEVICES shows
     gpu_driver: str = ""  # NVIDIA driver version, "" without one
+    gpu_lost: str = ""  # that a GPU no longer answers, in words
     gpu_steps: str = ""  # whether the host waits for its GPUs in PyTorch's steps, and why; "" without GPUs or NCCL
     interfaces: dict[str, str] = field(default_factory=dict)  # {name: IPv4 address} of those that are up
     cpu_cores: int = 1  # logical cores of the machine
@@ -138,8 +142,10 @@ def gather() -> Facts:
         mpi=(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"]) or "").strip().partition("\n")[0],
         horovod_mpi=str(record.get("mpi", "")),
         horovod_cuda=str(record.get("cuda", "")),
+        horovod_nccl=str(record.get("nccl", "")),
         gpus=shown,
         gpu_driver=driver,
+        gpu_lost=gpus.lost(),
         gpu_steps=_gpu_steps() if shown and "nccl" in planes else "",
         interfaces=_interfaces(),
         cpu_cores=os.cpu_count() or 1,
@@ -285,11 +291,16 @@ def _of_mpi(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _of_machine(facts: Facts) -> Iterator[tuple[str, str]]:
     counted, driver = f"{len(facts.gpus)} GPU(s)", facts.gpu_driver
-    for_13 = [f"{name} {facts.versions[name]}" for name in facts.frameworks if facts.cuda.get(name, "")[:3] == "13."]
-    major = driver.split(".")[0]
-    if for_13 and major.isdigit() and int(major) < OLDEST_DRIVER:
-        why = f"the NVIDIA driver is {driver}, and {' and '.join(for_13)} needs {OLDEST_DRIVER} or newer (CUDA 13)"
-        yield "old-gpu-driver", why
+    for each in facts.frameworks:
+        if oldest := old_driver(driver, facts.cuda.get(each, "")):
+            needs = f"{each} {facts.versions[each]} needs {oldest} or newer (CUDA {facts.cuda[each]})"
+            yield "old-gpu-driver", f"the NVIDIA driver is {driver}, and {needs}"
+    if facts.gpu_lost:
+        yield "lost-gpu", facts.gpu_lost
+    built, found = facts.horovod_nccl.partition(".")[0], facts.versions.get("nccl", "").partition(".")[0]
+    if "nccl" in facts.horovod_planes and built and found and built != found:
+        why = f"Horovod was built with NCCL {facts.horovod_nccl}, and ranks load NCCL {facts.versions['nccl']}"
+        yield "other-nccl", why
     if facts.gpus and facts.horovod_for:
         has_nccl = "nccl" in facts.horovod_planes
         if facts.frameworks and not any(map(facts.cuda.get, facts.frameworks)):

@@ -54,3 +54,28 @@ def test_all_ranks_do_the_same_and_rank_0_says_why(
     assert done.returncode == 0, output[-3000:]
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [[is_async, 2.0]] * 2
     assert output.count("ranks on") == output.count(said) == 1, output
+
+
+# A rank of torch's CUDA build, on a host whose driver is an argument; rank 1 sees no GPU.
+OLD_DRIVER = """
+import os, sys, torch, hvdtrain
+torch.version.cuda = "13.0"
+rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+if rank == "1":
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ["PATH"] = sys.argv[1] + os.pathsep + os.environ["PATH"]
+hvdtrain.init("torch")
+"""
+
+
+def test_a_driver_that_is_too_old_ends_the_job_with_a_line_of_its_rank(tmp_path: Path) -> None:
+    program, script = tmp_path / "nvidia-smi", tmp_path / "rank.py"
+    program.write_text("#!/bin/sh\necho 575.57.08\n")
+    program.chmod(0o755)
+    script.write_text(OLD_DRIVER)
+    command = [HOROVODRUN, "-np", "2", sys.executable, script, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "rank 1: the NVIDIA driver is 575.57.08, and CUDA 13.0 needs 580 or newer: apt-get install nvid" in output
+    assert "rank 0: the NVIDIA" not in output

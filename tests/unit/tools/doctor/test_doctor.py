@@ -71,6 +71,11 @@ SICK = {
         },
         "nvidia-driver-580",
     ),
+    "lost-gpu": ({"gpu_lost": "a GPU no longer answers"}, "dmesg"),
+    "other-nccl": (
+        {"horovod_planes": ("gloo", "nccl"), "horovod_nccl": "2.28.3", "versions": {"nccl": "3.1.0"}},
+        "hvdtrain build",
+    ),
     "horovod-from-elsewhere": ({"horovod_by_hvdtrain": False}, "hvdtrain build"),
     "horovod-by-other-hvdtrain": ({"horovod_has_other_changes": True}, "hvdtrain build"),
     "untested-versions": (
@@ -115,6 +120,14 @@ def test_a_driver_that_is_new_enough_is_not_blamed() -> None:
     changes, _ = SICK["old-gpu-driver"]
     assert judge(machine(**{**changes, "gpu_driver": "580.65.06"})) == []
     assert judge(machine(**{**changes, "cuda": {"torch": "12.8"}})) == []
+    assert [each.name for each in judge(machine(**{**changes, "cuda": {"torch": "12.8"}, "gpu_driver": "510.1"}))] == [
+        "old-gpu-driver"
+    ]
+
+
+def test_another_minor_version_of_nccl_is_not_blamed() -> None:
+    changes, _ = SICK["other-nccl"]
+    assert judge(machine(**{**changes, "versions": {"nccl": "2.32.3"}})) == []
 
 
 @pytest.mark.parametrize("version", ["4.1.6", "5.0.11"])
