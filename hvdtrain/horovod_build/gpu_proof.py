@@ -113,12 +113,9 @@ class _Trial:
         """Return the command."""
         line = [*horovodrun(Path(sys.executable)), "-np", str(self.ranks)]
         if self.path == ELASTIC:
-            discovery = self.folder / "discover"
             hosts = zip(_HOSTS, self.slots, strict=True)
-            discovery.write_text("#!/bin/sh\n" + "".join(f"echo {host}:{slots}\n" for host, slots in hosts))
-            discovery.chmod(0o700)
-            line += ["--min-np", "1", "--host-discovery-script", str(discovery)]
-            line += ["--network-interfaces", network.interface()]
+            line += ["--min-np", "1", "--network-interfaces", network.interface()]
+            line += ["--host-discovery-script", "; ".join(f"echo {host}:{slots}" for host, slots in hosts)]
         return [*line, sys.executable, *program, self.path, self.device, str(self.folder)]
 
     def environment(self) -> dict[str, str]:

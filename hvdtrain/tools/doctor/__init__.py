@@ -15,7 +15,7 @@ import psutil
 from rich.console import Console
 from rich.markup import escape
 
-from hvdtrain.horovod_build import gpu_proof, gpu_record, installed, probe
+from hvdtrain.horovod_build import cache, gpu_proof, gpu_record, installed, probe
 from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.horovod_build.gpu_proof import Proof
 from hvdtrain.horovod_build.installed import Plane
@@ -50,8 +50,10 @@ def run(
     With `gpu` train on this host's GPUs too, and keep the result for `init`.
     """
     facts = gather()
-    if gpu and (why := why_no_proof(facts)):
-        raise BuildError(why)
+    if gpu:
+        if why := why_no_proof(facts):
+            raise BuildError(why)
+        cache.cache_folder()  # an error before the minute that a proof takes
     verdicts = judge(facts)
     console = Console(soft_wrap=True, highlight=False)
     as_text = not as_json and not report

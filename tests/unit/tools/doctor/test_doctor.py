@@ -333,6 +333,17 @@ def test_training_on_gpus_is_proven_on_request_and_kept(
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_a_proof_that_cannot_be_kept_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor, "gather", lambda: machine(**WITH_GPUS))
+    monkeypatch.setattr(doctor.probe, "allreduce", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(BuildError, match="every user can write"):
+        doctor.run(gpu=True)
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_a_proof_that_failed_only_where_the_host_runs_ahead_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
