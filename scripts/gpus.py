@@ -44,7 +44,6 @@ import dataclasses, json, sys
 from hvdtrain.horovod_build import gpu_proof
 proof = gpu_proof.prove(ranks=int(sys.argv[1]), device=sys.argv[2], timeout_s=120)
 print(json.dumps(dataclasses.asdict(proof)))
-sys.exit(1 if proof.failures else 0)
 """
 ASK = [
     ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"],
@@ -133,15 +132,25 @@ def sizes() -> list[int]:
 
 
 def build(record: Record) -> None:
-    """Build Horovod with NCCL, and prove it: `hvdtrain build` trains on all GPUs."""
-    gpu.build(through_host=False)
+    """Build Horovod with NCCL; `hvdtrain build` trains on all GPUs. If only that fails, the other steps say more."""
+    try:
+        gpu.build(through_host=False)
+    except gpu.GpuError as error:
+        try:
+            start([python(), "-c", "import horovod.torch"], limit_s=120)
+        except (StepError, OSError):
+            raise error from None
+        raise StepError(f"built, but not proven: {error}") from None
 
 
 def prove(record: Record) -> None:
     """Train on all GPUs once more, and say what differs."""
     ranks = 2 if ON_CPU else min(8, len(visible()))
     output = start([python(), "-c", PROVE, str(ranks), "cpu" if ON_CPU else "cuda"])
-    record.note("prove", proof=json.loads(output.strip().splitlines()[-1]))
+    proof = json.loads(output.strip().splitlines()[-1])
+    record.note("prove", proof=proof)
+    if proof["failures"]:
+        raise StepError("\n".join(proof["failures"]))
 
 
 def ranks(record: Record) -> None:
@@ -228,15 +237,16 @@ def main() -> int:
         return 1
     record = Record(options.out)
     for step in wanted:
-        begun = time.monotonic()
+        begun, is_over = time.monotonic(), False
         try:
             take[step](record)
         except (gpu.GpuError, StepError) as error:
             failed.append(f"{step}: {str(error).splitlines()[0]}")
             record.note(step, error=str(error))
+            is_over = isinstance(error, gpu.GpuError)
         record.note(step, ok=not any(each.startswith(step) for each in failed), seconds=round(time.monotonic() - begun))
         gpu.say(f"{step}: {time.monotonic() - begun:.0f} s")
-        if step == "build" and failed:
+        if is_over:
             break
     for line in failed:
         print(f"gpus: {line}", file=sys.stderr)

@@ -60,7 +60,7 @@ def four(gpus: ModuleType, nvidia_smi: Callable[..., None], monkeypatch: pytest.
     nvidia_smi(listed(4))
     started: list[list[str]] = []
     monkeypatch.setattr(gpus.gpu, "build", lambda *, through_host: None)
-    monkeypatch.setattr(gpus, "start", lambda command, **_: started.append(command) or '{"failures": []}\n9 passed')
+    monkeypatch.setattr(gpus, "start", lambda command, **_: started.append(command) or '{"failures": []}')
     monkeypatch.setattr(gpus, "figures", lambda path: {"hvdtrain": {"met": True}})
     return started
 
@@ -68,7 +68,6 @@ def four(gpus: ModuleType, nvidia_smi: Callable[..., None], monkeypatch: pytest.
 def test_each_step_starts_its_commands_and_is_written_down(
     gpus: ModuleType, four: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpus, "start", lambda command, **_: four.append(command) or "9 passed\n{}")
     status, steps = run(gpus, monkeypatch, tmp_path / "gpus.json")
     assert (status, list(steps), {each["ok"] for each in steps.values()}) == (0, list(gpus.STEPS), {True})
     proof, *others = four
@@ -101,10 +100,33 @@ def test_without_a_build_nothing_else_is_tried(
     def fail(*, through_host: bool) -> None:
         raise gpus.gpu.GpuError("no nvcc")
 
+    def no_horovod(command: list[str], **_: object) -> str:
+        four.append(command)
+        raise gpus.StepError("No module named horovod")
+
     monkeypatch.setattr(gpus.gpu, "build", fail)
+    monkeypatch.setattr(gpus, "start", no_horovod)
     status, steps = run(gpus, monkeypatch, tmp_path / "gpus.json")
     assert (status, list(steps), steps["build"]["error"]) == (1, ["build"], "no nvcc")
-    assert four == []
+    assert len(four) == 1
+
+
+def test_a_build_that_trains_wrong_is_looked_into_by_the_other_steps(
+    gpus: ModuleType, four: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*, through_host: bool) -> None:
+        raise gpus.gpu.GpuError("exit status 1: hvdtrain build")
+
+    def start(command: list[str], **_: object) -> str:
+        return '{"failures": ["blocking, plain: 0.bias of rank 1 differs"]}'
+
+    monkeypatch.setattr(gpus.gpu, "build", fail)
+    monkeypatch.setattr(gpus, "start", start)
+    status, steps = run(gpus, monkeypatch, tmp_path / "gpus.json")
+    assert (status, list(steps)) == (1, list(gpus.STEPS))
+    assert steps["build"]["error"] == "built, but not proven: exit status 1: hvdtrain build"
+    assert steps["prove"]["error"] == "blocking, plain: 0.bias of rank 1 differs"
+    assert steps["prove"]["proof"]["failures"] == ["blocking, plain: 0.bias of rank 1 differs"]
 
 
 def test_what_no_time_is_left_for_is_called_not_measured(
