@@ -42,7 +42,7 @@ check test unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling eng
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages engines models gpu-build-test attack faults gpu gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages engines models gpu-build-test attack faults gpu gpus gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -163,6 +163,9 @@ gpu-build: ## The part of `make gpu` that needs no GPU, with HVDTRAIN_GPU_ARCH=9
 
 gpu: ## Build, test and measure on one GPU, without a network: PYTHON has torch (see CONTRIBUTING.md)
 	$(PYTHON) scripts/gpu.py build test bench
+
+gpus: ## The same for several GPUs, one rank each, into one file to send back: build, proof, rank tests, DDP (20 minutes)
+	$(PYTHON) scripts/gpus.py
 
 bench: $(STAMP) ## Step times side by side with peers (BENCH="--workload mlp"; pip install '.[bench]' adds peers)
 	python -m benchmarks $(BENCH)

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from benchmarks import asked, catalog, gpu, growth, overhead, report, scaling, s
 from benchmarks.asked import SECTIONS, BadInputError
 from benchmarks.catalog import Peer
 from benchmarks.groups import GroupError
-from benchmarks.workloads import GPU, WORKLOADS, Workload
+from benchmarks.workloads import GPU, GPUS, WORKLOADS, Workload
 
 _RESULTS = Path(__file__).parent / "results"
 # A result's name -> what measures it.
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help=f"length of a turn [{plan.seconds}]")
     parser.add_argument("--horovod-python", help="interpreter whose Horovod the plain Horovod peers use")
     parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, or a new one for --quick")
-    parser.add_argument("--gpu", action="store_true", help="only what needs a GPU: one rank, bf16")
+    parser.add_argument("--gpu", action="store_true", help="only what needs a GPU: one rank, or with --np one a GPU")
     parser.add_argument(
         "--link",
         type=_list,
@@ -84,7 +85,7 @@ def _measure(options: argparse.Namespace) -> list[str]:
     """Measure and write down what is asked for; return the names of what failed as a whole."""
     plan = asked.plan(options)
     if options.gpu:
-        return _run(_gpu_parts(options.workload, plan), options.out)
+        return _run(_gpu_parts(options.workload, replace(plan, ranks=options.np or 1)), options.out)
     if options.link:
         names, workloads, peers = asked.links(options)
         asked.keep_to_cores(plan.ranks)
@@ -154,10 +155,13 @@ def _with_best_settings(workload: Workload, peers: Sequence[Peer], folder: Path)
 
 
 def _gpu_parts(patterns: Sequence[str] | None, plan: steps.Plan) -> Parts:
-    names = asked.choose("GPU workload", patterns or ["*"], [each.name for each in GPU])
-    if not gpu.is_trial() and not gpu.hardware()["gpus"]:
-        raise BadInputError("--gpu: no GPU is here (torch sees no CUDA device), so nothing was measured")
-    return {each.name: partial(gpu.measure, each, plan, say=_say) for each in GPU if each.name in names}
+    known, ending = (GPU, "") if plan.ranks == 1 else (GPUS, f"-{plan.ranks}")
+    names = asked.choose("GPU workload", patterns or ["*"], [each.name for each in known])
+    there = len(gpu.hardware()["gpus"])
+    if not gpu.is_trial() and there < plan.ranks:
+        found = f"{there} of {plan.ranks} GPUs are here" if there else "no GPU is here (torch sees no CUDA device)"
+        raise BadInputError(f"--gpu: {found}, so nothing was measured")
+    return {f"{each.name}{ending}": partial(gpu.measure, each, plan, say=_say) for each in known if each.name in names}
 
 
 def _draw(results: dict[str, dict[str, Any]], folder: Path) -> None:

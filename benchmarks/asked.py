@@ -26,7 +26,7 @@ _MEASURING = ("workload", "peer", "section", *_NUMBERS, "horovod_python", "quick
 # Option -> those that it would have to ignore.
 _NO_USE = {
     "show": _MEASURING,
-    "gpu": ("peer", "section", "np", "horovod_python", "quick", "link"),
+    "gpu": ("peer", "section", "horovod_python", "quick", "link"),
     "link": ("section", "np", "horovod_python", "quick"),
 }
 _QUICK = {"rounds": 2, "launches": 1, "seconds": 0.3}

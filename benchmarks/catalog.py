@@ -36,6 +36,7 @@ class Peer:
         needs: packages without which the peer is skipped.
         ranks: fixed number of processes; None for the number asked for.
         averages: whether its ranks must equal one process with all ranks' batches.
+        has_reference: whether there is such a process; else ranks must equal each other.
         workload: name of another workload that it trains instead; "" for the one asked for.
         cycle: after how many steps its ranks have synchronized once; a turn has a multiple of them, and counts by mean.
     """
@@ -49,6 +50,7 @@ class Peer:
     needs: tuple[str, ...] = ()
     ranks: int | None = None
     averages: bool = True
+    has_reference: bool = True
     workload: str = ""
     cycle: int = 1
 

@@ -1,4 +1,7 @@
-"""One rank on a GPU, in bf16: the Trainer and the drop-in with the reduction forced, plain PyTorch, DDP over nccl."""
+"""Steps on GPUs. One rank: the Trainer and the drop-in with the reduction forced, plain PyTorch, DDP over nccl.
+
+With several GPUs a rank for each: the drop-in and DDP over nccl.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,16 @@ PEERS = (
     Peer("trainer-async", "hvdtrain, Trainer, HVDTRAIN_GPU_ASYNC=1", "gpu_trainer", "horovodrun", (), _ASYNC,
          _HOROVOD, 1, averages=False),
 )  # fmt: skip
+# What a host's proof would choose, if it holds, and if not.
+SEVERAL = (
+    Peer("ddp", "torch DDP, nccl", "gpu_ddp", "torchrun", has_reference=False),
+    Peer("hvdtrain", "hvdtrain, drop-in, HVDTRAIN_GPU_ASYNC=0", "gpu_hvdtrain", "horovodrun", (),
+         {"HVDTRAIN_GPU_ASYNC": "0"}, _HOROVOD, has_reference=False),
+    Peer("hvdtrain-async", "hvdtrain, drop-in, HVDTRAIN_GPU_ASYNC=1", "gpu_hvdtrain", "horovodrun", (),
+         {"HVDTRAIN_GPU_ASYNC": "1"}, _HOROVOD, has_reference=False),
+)  # fmt: skip
 # All peers wait on the GPU at once. A generous guess, for the whole batch of either workload.
-_GIB_A_PEER = 13
+_GIB_A_PEER = {"bf16": 13, "fp32": 25}
 _TRIAL_BATCH = 2
 
 _ASK = """
@@ -66,27 +77,28 @@ def hardware() -> dict[str, Any]:
     return {**found, "horovod": {name: built.get(name, "") for name in ("data_planes", "cuda", "nccl", "compiler")}}
 
 
-def batch_size(workload: Workload, memory_gib: float) -> int:
+def batch_size(workload: Workload, memory_gib: float, peers: int = len(PEERS)) -> int:
     """Return the samples of a step: the workload's, or fewer on a GPU that is too small for all peers at once."""
-    size = workload.batch_size
-    while size > 1 and _GIB_A_PEER * len(PEERS) * size / workload.batch_size > memory_gib:
+    size, needed = workload.batch_size, _GIB_A_PEER[workload.precision] * peers
+    while size > 1 and needed * size / workload.batch_size > memory_gib:
         size //= 2
     return size
 
 
 def measure(workload: Workload, plan: Plan, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return what results/gpu-NAME.json holds."""
+    """Return what results/gpu-NAME.json holds, or gpus-NAME-RANKS.json."""
     found = hardware()
-    size = _TRIAL_BATCH if is_trial() else batch_size(workload, found["memory_gib"][0])
+    chosen = PEERS if plan.ranks == 1 else SEVERAL
+    size = _TRIAL_BATCH if is_trial() else batch_size(workload, min(found["memory_gib"]), len(chosen))
     if size != workload.batch_size:
         title = f"{workload.title.rpartition(',')[0]}, batch {size}{', a trial' if is_trial() else ''}"
         workload = replace(workload, batch_size=size, title=title)
     shared = {"BENCH_GPU_BATCH": str(size)}
-    # One rank has all cores, as `hvdtrain.init` finds for itself; torchrun would leave it one.
-    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    # A rank has its share of the cores, as `hvdtrain.init` finds for itself; torchrun would leave it one.
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // plan.ranks))}
     peers = [
-        replace(peer, environment={**peer.environment, **shared, **({} if peer.needs else threads)}) for peer in PEERS
+        replace(peer, environment={**peer.environment, **shared, **({} if peer.needs else threads)}) for peer in chosen
     ]
-    measured = steps.measure(workload, peers, replace(plan, ranks=1), say=say)
+    measured = steps.measure(workload, peers, plan, say=say)
     measured["machine"] |= found
     return measured

@@ -1,11 +1,15 @@
-"""The models for GPUs: ResNet-50 and a transformer of GPT-2's small size, and the loop of peers that have their own."""
+"""The models for GPUs: ResNet-50 and a transformer of GPT-2's small size, and the loop of peers that have their own.
+
+One rank a GPU; each rank has samples of its own.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +42,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Sequential):
-    """25.6 million parameters; (batch, 3, 224, 224) -> (batch, 1000)."""
+    """25.6 million parameters, in a trial fewer; (batch, 3, 224, 224) -> (batch, 1000)."""
 
     def __init__(self) -> None:
         layers: list[nn.Module] = [
@@ -46,10 +50,11 @@ class ResNet50(nn.Sequential):
         ]  # fmt: skip
         inputs = 64
         for width, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+            width, count = (width // 8, 1) if _TRIAL else (width, count)
             for index in range(count):
                 layers.append(Bottleneck(inputs, width, stride if index == 0 else 1))
                 inputs = 4 * width
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
 class DeviceClock(Clock):
@@ -66,28 +71,37 @@ class DeviceClock(Clock):
 
 
 class GpuTask:
-    """A workload on a GPU: the same model, optimizer and data for every peer, the data in host memory."""
+    """A workload on a GPU: the same model, optimizer and data for every peer, the data in host memory.
 
-    def __init__(self) -> None:
+    Args:
+        rank: this process's number, which gives it data of its own.
+        local_rank: the number of its GPU.
+    """
+
+    def __init__(self, rank: int = 0, local_rank: int = 0) -> None:
+        self.rank = rank
         self.workload = workloads.of_this_process()
         self.batch_size = int(os.environ["BENCH_GPU_BATCH"])
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cpu" and not _TRIAL:
             raise SystemExit("No GPU: torch sees no CUDA device.")
         torch.manual_seed(workloads.SEED)
-        samples = self.batch_size * workloads.data_ranks() * self.workload.steps_per_epoch
+        samples = self.batch_size * self.workload.steps_per_epoch
         self.loss = nn.CrossEntropyLoss()
         if self.workload.model == "resnet50":
             side = 32 if _TRIAL else 224
             self.model: nn.Module = ResNet50()
+            torch.manual_seed(workloads.SEED + rank)
             self.inputs = torch.randn(samples, 3, side, side)
             self.targets = torch.randint(0, 1000, (samples,))
         else:
             count, width, layers, length = (500, 64, 2, 16) if _TRIAL else (50304, 768, 12, 1024)
             self.model = Transformer(tokens=count, width=width, layers=layers, length=length)
+            torch.manual_seed(workloads.SEED + rank)
             tokens = torch.randint(0, count, (samples, length + 1))
             self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.model.to(self.device)
+        self._order = torch.channels_last if self.workload.channels_last else torch.preserve_format
+        self.model.to(self.device, memory_format=self._order)
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Return plain SGD over the model."""
@@ -96,25 +110,36 @@ class GpuTask:
     def turns(self, *, rank: int) -> Turns:
         """Return the turns of this rank."""
         clock = DeviceClock() if self.device.type == "cuda" else Clock()
-        # bf16 on a GPU does not repeat bit for bit, and there is one rank: tests/gpu compare weights.
-        return Turns(rank=rank, weights=lambda: (), loss=lambda: 0.0, clock=clock)
+        # Steps on GPUs do not repeat bit for bit, so there is no reference; ranks hold equal bits all the same.
+        return Turns(rank=rank, weights=self._sums_of_bits, loss=lambda: 0.0, clock=clock)
+
+    def _sums_of_bits(self) -> Iterator[Any]:
+        """Yield a number for each weight that changes with each bit: half a gigabyte would take seconds to hash."""
+        for parameter in self.model.parameters():
+            yield parameter.detach().view(torch.int32).sum().cpu().numpy()
 
     def _to_device(self, rows: torch.Tensor) -> torch.Tensor:
         """As torch's manual has it: from pinned memory, while the device still computes."""
-        return rows.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else rows
+        order = self._order if rows.dim() == 4 else torch.preserve_format
+        if self.device.type == "cpu":
+            return rows.to(memory_format=order)
+        return rows.pin_memory().to(self.device, non_blocking=True, memory_format=order)
 
 
 def loop(task: GpuTask, optimizer: Any, *, model: nn.Module | None = None) -> None:
-    """Train in bf16 as everybody's own loop does, until there are no more turns."""
+    """Train as everybody's own loop does, until there are no more turns."""
     model = model or task.model
-    turns = task.turns(rank=0)
+    if task.workload.compiled:
+        model = cast(nn.Module, torch.compile(model, backend="aot_eager" if _TRIAL else "inductor"))
+    bf16 = task.workload.precision == "bf16"
+    turns = task.turns(rank=task.rank)
     turns.begin()
     with suppress(Finished):
         for each in workloads.batches(len(task.inputs), batch_size=task.batch_size, rank=0, size=1):
             chosen = torch.from_numpy(each)
             inputs, targets = task._to_device(task.inputs[chosen]), task._to_device(task.targets[chosen])
             optimizer.zero_grad()
-            with torch.autocast(task.device.type, dtype=torch.bfloat16):
+            with torch.autocast(task.device.type, dtype=torch.bfloat16, enabled=bf16):
                 loss = task.loss(model(inputs), targets)
             loss.backward()
             optimizer.step()

@@ -94,7 +94,7 @@ class Group:
         self._connections = [connection for _, connection in found]
         return [hello for hello, _ in found]
 
-    def turn(self, op: str, *, steps: int = 0, timeout_s: float = 120) -> list[dict[str, Any]]:
+    def turn(self, op: str, *, steps: int = 0, timeout_s: float = 240) -> list[dict[str, Any]]:
         """Let every rank do `op` and return their answers, by rank. Raises GroupError."""
         message = json.dumps({"op": op, "steps": steps}).encode() + b"\n"
         try:

@@ -63,7 +63,7 @@ def measure(
             say(f"{peer.name}: skipped, {why}")
         else:
             runnable.append(peer)
-    comparable = any(peer.averages for peer in runnable)
+    comparable = any(peer.averages and peer.has_reference for peer in runnable)
     reference = _check(start(workload, catalog.REFERENCE, plan))[0] if comparable else None
     for _ in range(plan.launches):
         launch(workload, runnable, plan, result["peers"], reference, say=say, start=start)

@@ -84,6 +84,11 @@ def _against_tuned(results: Results) -> Iterator[Verdict]:
 
 def _on_a_gpu(results: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
     for result in results:
+        if result["ranks"] > 1:
+            for peer in ("hvdtrain", "hvdtrain-async"):
+                text = f"{result['workload']}, {result['ranks']} GPUs: {peer} / DDP, step time"
+                yield Verdict(text, 1.0, ratio(result, peer, "ddp"), str(result["machine"]["gpus"][0]))
+            continue
         for peer in (*_OURS, *(f"{each}-async" for each in _OURS)):
             for base, words, limit in (("single", "plain PyTorch", 1.01), ("ddp", "DDP", 1.0)):
                 text = f"{result['workload']}, one rank on a GPU: {peer} / {words}, step time"

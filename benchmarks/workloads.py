@@ -28,6 +28,9 @@ class Workload:
         batch_size: samples a rank takes in a step.
         backend: Keras's.
         steps_per_epoch: how often data is shuffled anew.
+        precision: on GPUs, "bf16" (autocast) or "fp32".
+        compiled: on GPUs, by torch.compile.
+        channels_last: on GPUs, images and weights are in this order.
     """
 
     name: str
@@ -37,6 +40,9 @@ class Workload:
     batch_size: int
     backend: str = ""
     steps_per_epoch: int = 64
+    precision: str = "bf16"
+    compiled: bool = False
+    channels_last: bool = False
 
 
 _TORCH = (
@@ -64,8 +70,16 @@ GPU = (
     Workload("gpu-transformer", "torch", "gpt", "Transformer 124M, sequence 1024, bf16, batch 8", 8,
              steps_per_epoch=16),
 )  # fmt: skip
+# Of several GPUs. Each rank has data of its own, few of them: eight ranks of three peers hold them at once.
+GPUS = tuple(
+    replace(each, name=f"gpus-{each.model}{'-compiled' * compiled}-{precision}", steps_per_epoch=4,
+            title=f"{each.title.replace('bf16', precision)}{', compiled' * compiled}", precision=precision,
+            compiled=compiled, channels_last=each.model == "resnet50")
+    for each, compiled in ((GPU[0], False), (GPU[1], True), (GPU[1], False))
+    for precision in ("bf16", "fp32")
+)  # fmt: skip
 WORKLOADS = {each.name: each for each in (*_TORCH, *_KERAS)}
-EVERY = {**WORKLOADS, TINY.name: TINY, **{each.name: each for each in (*LINK_MLPS, *GPU)}}
+EVERY = {**WORKLOADS, TINY.name: TINY, **{each.name: each for each in (*LINK_MLPS, *GPU, *GPUS)}}
 
 
 def of_this_process() -> Workload:

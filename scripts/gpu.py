@@ -167,14 +167,15 @@ def check_machine() -> None:
 
 def check_gpu() -> None:
     """Raise GpuError without a GPU."""
-    if shutil.which("nvidia-smi") is None or not (shown := _gpus()):
+    if shutil.which("nvidia-smi") is None or not (found := shown()):
         raise GpuError(
             "no GPU: nvidia-smi shows none. `make gpu-build HVDTRAIN_GPU_ARCH=90` goes as far as one can without"
         )
-    say("; ".join(shown))
+    say("; ".join(found))
 
 
-def _gpus() -> list[str]:
+def shown() -> list[str]:
+    """Return name, driver and memory of each GPU of this machine."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
@@ -221,7 +222,7 @@ def make_venv() -> None:
     done.write_text(wanted)
 
 
-def build() -> None:
+def build(*, through_host: bool = True) -> None:
     """Build Horovod with NCCL into build/gpu/venv, and the one through the host beside it."""
     check_machine()
     arch = os.environ.get("HVDTRAIN_GPU_ARCH")
@@ -233,6 +234,8 @@ def build() -> None:
     command = [PYTHON, "-m", "hvdtrain.cli", "build", "--sdist", SDIST, "--without", "tensorflow"]
     command += ["--cuda-arch", arch] if arch else []
     run(command, env=offline())
+    if not through_host:
+        return
     wheels = BUILT / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     run([*command, "--through-host", "--no-install", "--wheel-dir", wheels], env=offline())

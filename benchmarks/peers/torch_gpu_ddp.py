@@ -1,6 +1,8 @@
-"""torch's DistributedDataParallel over nccl on one GPU, as its manual has it, in bf16."""
+"""torch's DistributedDataParallel over nccl, a GPU a rank, as its manual has it."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -9,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.gpu_tasks import GpuTask, loop
 
 if __name__ == "__main__":
-    on_gpu = torch.cuda.is_available()
+    on_gpu, local_rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
     if on_gpu:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    task = GpuTask()
-    loop(task, task.optimizer(), model=DistributedDataParallel(task.model, device_ids=[0] if on_gpu else None))
+    task = GpuTask(dist.get_rank(), local_rank)
+    wrapped = DistributedDataParallel(task.model, device_ids=[local_rank] if on_gpu else None)
+    loop(task, task.optimizer(), model=wrapped)
     dist.destroy_process_group()

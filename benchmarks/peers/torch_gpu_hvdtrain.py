@@ -1,13 +1,17 @@
-"""hvdtrain as a drop-in on a GPU, in bf16."""
+"""hvdtrain as a drop-in, a GPU a rank."""
 
 from __future__ import annotations
+
+import torch
 
 import hvdtrain.torch as hvd
 from benchmarks.gpu_tasks import GpuTask, loop
 
 if __name__ == "__main__":
     hvd.init()
-    task = GpuTask()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(hvd.local_rank())
+    task = GpuTask(hvd.rank(), hvd.local_rank())
     optimizer = task.optimizer()
     hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)

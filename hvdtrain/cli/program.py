@@ -119,7 +119,8 @@ def build(
     """Build Horovod for the frameworks installed here, and prove it.
 
     The wheel is installed and proven by an allreduce and a training step of two processes, for each framework and
-    data plane. A version that no test has seen stays installed only if that succeeds.
+    data plane. A version that no test has seen stays installed only if that succeeds. With two GPUs or more, torch
+    trains on each of them too, as hvdtrain doctor --gpu does.
 
     Example: hvdtrain build --without mpi
     """
@@ -145,16 +146,22 @@ def doctor(
     no_allreduce: Annotated[
         bool, option("Start no processes: only check that what is installed fits.", "--no-allreduce")
     ] = False,
+    gpu: Annotated[
+        bool, option("Train on this host's GPUs too, and keep the proof, for init: one rank a GPU.", "--gpu")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Say what is installed and whether training would work.
 
-    The exit status is 1 where it would not; what to type next is said last.
+    The exit status is 1 where it would not; what to type next is said last. Where the proof of --gpu holds, PyTorch's
+    steps run ahead of the GPU (HVDTRAIN_GPU_ASYNC).
 
     Example: hvdtrain doctor --report --out report.md
     """
     if json and report:
         raise UsageError("--json and --report are two forms of one answer. Give one of them")
+    if gpu and no_allreduce:
+        raise UsageError("--gpu starts processes. Leave out --no-allreduce")
     if report and no_allreduce:
         raise UsageError("--report holds the live allreduces. Leave out --no-allreduce")
     if out is not None and not report:
@@ -163,7 +170,7 @@ def doctor(
         check_page(out)
     from hvdtrain.tools.doctor import run as run_doctor
 
-    raise typer.Exit(run_doctor(as_json=json, report=report, out=out, allreduce=not no_allreduce))
+    raise typer.Exit(run_doctor(as_json=json, report=report, out=out, allreduce=not no_allreduce, gpu=gpu))
 
 
 @app.command(cls=Command)

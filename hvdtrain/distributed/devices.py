@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.distributed.gpu_path import Choice
 from hvdtrain.distributed.launch_environment import named
 from hvdtrain.errors import LaunchError
 from hvdtrain.system import gpus
@@ -26,7 +27,7 @@ log = logging.getLogger("hvdtrain")
 Bytes = NDArray[np.uint8]
 
 picked = ""  # what this process computes on, "cuda:0" or "cpu"; "" where its script chooses by itself
-_compare: Callable[[], None] | None = None
+_compare: Callable[[], list[RankDevice]] | None = None
 
 
 class RankDevice(NamedTuple):
@@ -37,6 +38,13 @@ class RankDevice(NamedTuple):
     host: str  # its name, for messages
     uuid: str = ""  # of the GPU, or of the MIG instance; "" where it is unknown
     name: str = ""  # what the GPU is: "NVIDIA H100 80GB HBM3"
+    is_async: bool = False  # see `gpu_path`, as is
+    why: str = ""
+
+    @property
+    def choice(self) -> Choice:
+        """What this rank would do with its GPU."""
+        return Choice(self.is_async, self.why, self.host)
 
     def to_bytes(self) -> Bytes:
         """Return it as one line of JSON."""
@@ -52,13 +60,17 @@ def gpu_of(local_rank: int, count: int) -> int:
     # one, or several. `compare` finds ranks that share one.
     if local_rank < count or count == 1 or gpus.VISIBLE in os.environ:
         return local_rank % count
-    raise RuntimeError(
-        f"local rank {local_rank} has no GPU: this host shows {count}. Launch at most {count} ranks on it."
-    )
+    why = gpus.lost() or f"Launch at most {count} ranks on it"
+    raise RuntimeError(f"local rank {local_rank} has no GPU: this host shows {count}. {why[0].upper()}{why[1:]}.")
 
 
 def introduce(
-    module: ModuleType, run: Callable[..., Bytes], *, gpu: Callable[[int], tuple[str, str]], nccl: bool
+    module: ModuleType,
+    run: Callable[..., Bytes],
+    *,
+    gpu: Callable[[int], tuple[str, str]],
+    nccl: bool,
+    choice: Choice | None = None,
 ) -> str:
     """Return in words what this rank computes on; `gpu` returns UUID and name of a GPU, `run` reduces host arrays."""
     global _compare
@@ -66,17 +78,20 @@ def introduce(
         return picked
     kind, _, index = picked.partition(":")
     uuid, name = gpu(int(index)) if kind == "cuda" else ("", "")
-    mine = RankDevice(kind, host_id().hex(), socket.gethostname(), uuid, name)
+    mine = RankDevice(kind, host_id().hex(), socket.gethostname(), uuid, name, *(choice or ())[:2])
     _compare = functools.partial(compare, mine, module, run, nccl=nccl)
     return f"{picked} ({name})" if name else picked
 
 
-def compare_once() -> None:
-    """Compare devices, once after `hvd.init`: a collective, on TensorFlow just before the World's first."""
+def compare_once() -> list[RankDevice]:
+    """Compare devices, once after `hvd.init`: a collective, on TensorFlow just before the World's first.
+
+    Returns:
+        every rank's device; [] where there is one rank, or they were compared before.
+    """
     global _compare
     compare_now, _compare = _compare, None
-    if compare_now is not None:
-        compare_now()
+    return compare_now() if compare_now is not None else []
 
 
 def host_id() -> bytes:
@@ -87,8 +102,12 @@ def host_id() -> bytes:
         return uuids.uuid5(uuids.NAMESPACE_DNS, platform.node()).bytes
 
 
-def compare(mine: RankDevice, module: ModuleType, run: Callable[..., Bytes], *, nccl: bool) -> None:
-    """Name the ranks that share a GPU; a LaunchError with NCCL, which needs a GPU per rank. A collective."""
+def compare(mine: RankDevice, module: ModuleType, run: Callable[..., Bytes], *, nccl: bool) -> list[RankDevice]:
+    """Name the ranks that share a GPU; a LaunchError with NCCL, which needs a GPU per rank. A collective.
+
+    Returns:
+        every rank's device.
+    """
     lines = run(module, "allgather", mine.to_bytes(), name="hvdtrain.devices").tobytes().splitlines()
     ranks = [RankDevice(*json.loads(line)) for line in lines]
     shared = in_words(ranks)
@@ -105,6 +124,7 @@ def compare(mine: RankDevice, module: ModuleType, run: Callable[..., Bytes], *, 
         )
     if shared and module.rank() == 0:
         log.warning("%s. They take turns on it, and its memory must hold them all.", shared)
+    return ranks
 
 
 def _advice(ranks: Sequence[RankDevice]) -> str:

@@ -20,9 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.distributed import devices, launch_environment, watchdog
-from hvdtrain.errors import HorovodMismatchError
-from hvdtrain.horovod_build import installed
+from hvdtrain.distributed import devices, gpu_path, launch_environment, watchdog
 from hvdtrain.system import network, open_mpi
 from hvdtrain.system.process_tree import RUN_DIR
 
@@ -33,8 +31,6 @@ PIECES = "HVDTRAIN_MPI_PIECE_BYTES"
 FUSION = "HOROVOD_FUSION_THRESHOLD"
 CYCLE = "HOROVOD_CYCLE_TIME"
 KEEP_MEMORY = "HVDTRAIN_KEEP_MEMORY"
-GPU_ASYNC = "HVDTRAIN_GPU_ASYNC"
-ASYNC_COMPLETION = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 # mallopt's parameters, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -84,6 +80,8 @@ class Tuning:
     one_host: bool
     nccl: bool = False
     device: str = ""  # what rank 0 computes on, "" if unknown
+    chooses_gpu_path: bool = False  # of all ranks, also of one without a GPU: by the build
+    gpu_path: str = ""  # the choice in words
     keeps_memory: bool = False
     put_off: str = ""
     yours: list[str] = field(default_factory=list)
@@ -145,26 +143,15 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         wanted[FUSION] = "0"
     given = {variable: os.environ[variable] for variable in wanted if variable in os.environ}
     wanted = {**open_mpi.for_both({**wanted, **given}), **wanted}
-    if engine == "torch" and nccl and gpu_async():
-        if not installed.has_these_changes():  # as Horovod comes, another stream waits than the one that should
-            raise HorovodMismatchError(
-                f"{GPU_ASYNC}=1 needs this version's Horovod. Run `hvdtrain build`, or unset {GPU_ASYNC}."
-            )
-        wanted[ASYNC_COMPLETION] = "1"
+    tuning.chooses_gpu_path = engine == "torch" and nccl
+    if tuning.chooses_gpu_path:
+        gpu_path.check()
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
     _set(watchdog.horovods_limits())
     if not tuning.nccl:
         tuning.keeps_memory = keep_freed_memory()
     tuning.put_off = host.put_off_loading()
     return tuning
-
-
-def gpu_async() -> bool:
-    """Return whether steps in which the host waits for no GPU are requested; no GPU has run them yet.
-
-    Not in elastic jobs, where NCCL's errors must reach the host.
-    """
-    return os.environ.get(GPU_ASYNC) == "1" and not launch_environment.is_elastic()
 
 
 def _set(wanted: dict[str, str]) -> list[str]:
@@ -219,6 +206,7 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
     words = [
         f"{module.size()} ranks on {'1 host' if one_host else 'several hosts'}",
         tuning.device and f"computing on {tuning.device}",
+        tuning.nccl and tuning.gpu_path,
         "NCCL" if tuning.nccl else "Open MPI" if is_mpi else "Gloo over TCP" + hint * one_host,
         is_mpi and one_host and pieces and f"shared memory in pieces of {_kib(pieces)}",
         threads and f"{threads} thread{'s' * (threads > 1)} a rank",

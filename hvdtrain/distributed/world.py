@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.distributed import devices, frameworks, launch_environment, tuning, watchdog
+from hvdtrain.distributed import devices, frameworks, gpu_path, launch_environment, tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import (
     EngineConflictError,
@@ -269,10 +269,13 @@ def init_engine(
     _pause_before_forks()
     devices.picked = pick(module.local_rank()) if pick else devices.picked
     gpu = devices.from_driver if on_jax else host.gpu
-    decided.device = devices.introduce(module, host.run, gpu=gpu, nccl=decided.nccl)
+    choice = gpu_path.own_choice(has_gpu=decided.nccl) if decided.chooses_gpu_path else None
+    decided.device = devices.introduce(module, host.run, gpu=gpu, nccl=decided.nccl, choice=choice)
+    ranks = [] if host.starts_with_threads() else devices.compare_once()
+    if choice is not None:
+        everyones = [each.choice for each in ranks]
+        decided.gpu_path = gpu_path.take(gpu_path.agreed(everyones or [choice]), module)
     tuning.share_cores(decided, module, host)
-    if not host.starts_with_threads():
-        devices.compare_once()
     return module
 
 

@@ -16,6 +16,7 @@ from hvdtrain.horovod_build.errors import BuildError, CompileError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.installed import Plane, command_for_tested
 from hvdtrain.horovod_build.native import BuildProgress
+from hvdtrain.system import gpus
 
 _STEPS = 4
 _PROOF_TIMEOUT_S = 180
@@ -100,6 +101,7 @@ def _install_and_prove(
         now = "What was installed before is installed again." if earlier else "It was uninstalled again."
         raise _refusal(found, f"{problem}\n{now}") from problem
     installed.mark_as_proven()
+    prove_gpus(found, progress=progress)
 
 
 def _refusal(found: Found, problem: str) -> BuildError:
@@ -168,7 +170,7 @@ def prove(found: Found, *, progress: BuildProgress) -> None:
     from hvdtrain.horovod_build import probe
 
     failed: list[str] = []
-    jobs = probe.plan({each.name: each.cuda for each in found.frameworks}, found.planes, gpus=len(found.gpus))
+    jobs = probe.plan({each.name: each.cuda for each in found.frameworks}, found.planes, gpus=len(gpus.visible()))
     tried = [name for name, plane, _ in jobs if plane == "nccl"]
     for framework in found.frameworks if "nccl" in found.planes else ():
         if framework.name not in tried:
@@ -193,3 +195,27 @@ def prove(found: Found, *, progress: BuildProgress) -> None:
             "Horovod was built and installed, but its proof failed:\n" + "\n".join(failed) + "\n`hvdtrain doctor` says "
             "more. A data plane can be left out with --without mpi or --without nccl."
         )
+
+
+def prove_gpus(found: Found, *, progress: BuildProgress) -> None:
+    """Train on this host's GPUs, and keep the result; an error where ranks train wrong while the host waits."""
+    from hvdtrain.horovod_build import gpu_proof, gpu_record
+
+    torch = next((each for each in found.frameworks if each.name == "torch"), None)
+    if "nccl" not in found.planes or torch is None or not torch.cuda:
+        return
+    if (ranks := gpu_proof.ranks_here()) < 2:
+        progress.note(f"training on GPUs: not proven, {gpu_proof.too_few(ranks)}")
+        return
+    proof = gpu_proof.prove(ranks=ranks)
+    gpu_record.keep(proof)
+    progress.note(f"training on GPUs: {proof}")
+    for each in proof.failures:
+        progress.note(each.splitlines()[0])
+    if wrong := proof.failed("blocking"):
+        raise BuildError(
+            "Horovod was built and installed, but training on this host's GPUs is wrong:\n" + "\n".join(wrong) + "\n"
+            f"`{gpu_record.COMMAND}` proves it again. --without nccl leaves GPUs' own reductions out."
+        )
+    if proof.failures:
+        progress.note("So the host waits for its GPUs in each step (HVDTRAIN_GPU_ASYNC=0), as long as this proof fails")

@@ -21,7 +21,7 @@ from hvdtrain.horovod_build.errors import BuildError
 from hvdtrain.horovod_build.find import Found
 
 _RECORD = "build.json"
-_USED = ("wheels", "build-tools", "sdists")
+_USED = ("wheels", "build-tools", "sdists", "gpu-proofs")
 _CARRIED = "2"  # version of the record in a wheel, `build.record`
 
 
@@ -34,6 +34,13 @@ class Entry:
 
 
 def cache_folder() -> tuple[Path, str]:
+    """Return the folder of the cache, which nobody else can change, and a message if it is not the usual one."""
+    folder, message = locate()
+    check_owners(folder)
+    return folder, message
+
+
+def locate() -> tuple[Path, str]:
     """Return the folder of the cache, and a message if it is not the usual one."""
     # If the usual folder cannot be written, as in containers, and HVDTRAIN_CACHE is not set, use one in this
     # environment: its user owns that, unlike a folder in /tmp.
@@ -43,7 +50,6 @@ def cache_folder() -> tuple[Path, str]:
     own = Path(sys.prefix) / ".cache" / "hvdtrain"
     for folder in (usual,) if chosen else (usual, own):
         if _can_be_written(folder):
-            check_owners(folder)
             return folder, "" if folder == usual else f"{usual} cannot be written: the cache is in {own}"
     raise BuildError(
         f"The cache's folder cannot be written: {usual}{'' if chosen else f', nor can {own}'}. "

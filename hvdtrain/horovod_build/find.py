@@ -21,13 +21,12 @@ from hvdtrain.horovod_build.installed import (
     framework_version,
     package_folder,
     package_folders,
+    version_of,
 )
 from hvdtrain.system import open_mpi, toolchain
 
 # The header that refuses an older C++ standard than its framework was written for.
 _ASKS_FOR_A_STANDARD = {"torch": "ATen/ATen.h", "tensorflow": "absl/base/policy_checks.h"}
-# The oldest NVIDIA driver for programs of a CUDA major version.
-_OLDEST_DRIVERS = {"12": 525, "13": toolchain.OLDEST_DRIVER}
 
 
 @dataclass(frozen=True)
@@ -298,6 +297,12 @@ def find_nccl(cuda: Cuda | None = None) -> Nccl | None:
     return None
 
 
+def nccl_version() -> str:
+    """Return the version of the NCCL that ranks load: torch's wheel, else the system's; "" where there is none."""
+    wheels = (version_of(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
+    return next(filter(None, wheels), "") or ((found := find_nccl()) and found.version) or ""
+
+
 def find_all(*, without: frozenset[str] = frozenset(), force: bool = False, through_host: bool = False) -> Found:
     """Find everything; see `BuildOptions` for the arguments."""
     frameworks = find_frameworks(without=without, force=force)
@@ -357,8 +362,7 @@ def _old_driver(frameworks: tuple[Framework, ...]) -> str:
     """Return why the NVIDIA driver is too old for the frameworks' CUDA; "" if it is not."""
     versions, _ = toolchain.gpu_drivers()
     for framework in frameworks:
-        oldest = _OLDEST_DRIVERS.get(framework.cuda.split(".")[0], 0)
-        if versions and int(versions[0].split(".")[0]) < oldest:
+        if versions and (oldest := toolchain.old_driver(versions[0], framework.cuda)):
             return (
                 f"the NVIDIA driver is {versions[0]}, and {framework}, built for CUDA "
                 f"{framework.cuda}, needs {oldest} or newer (Ubuntu: apt-get install "

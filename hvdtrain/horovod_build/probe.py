@@ -79,20 +79,24 @@ def allreduce(framework: str, plane: Plane, *, ranks: int = 2, timeout_s: float 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdtrain-probe-") as folder:
         environment[_ANSWERS] = folder
-        error, output = _run(line, environment, timeout_s, Path(folder) / "output")
+        error, output = run_ranks(line, environment, timeout_s, Path(folder) / "output")
         answers = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     seconds = time.monotonic() - started
     # A rank's own error says more than the launcher's exit status.
     said = next((answer["error"] for answer in answers if answer["error"]), "")
     if not said and (error or len(answers) < ranks):
-        tail = "\n".join(output.strip().splitlines()[-_TAIL_LINES:])
-        said = f"{error or f'{len(answers)} of {ranks} ranks answered'}\n{tail}".strip()
+        said = f"{error or f'{len(answers)} of {ranks} ranks answered'}\n{tail_of(output)}".strip()
     first = {} if said else answers[0]
     took, device = first.get("allreduce_ms"), first.get("device", "cpu")
     return Probe(framework, plane, ranks, said, seconds, took, device, tuple(line))
 
 
-def _run(line: list[str], environment: dict[str, str], timeout_s: float, log: Path) -> tuple[str, str]:
+def tail_of(output: str) -> str:
+    """Return the last lines of what ranks printed."""
+    return "\n".join(output.strip().splitlines()[-_TAIL_LINES:])
+
+
+def run_ranks(line: list[str], environment: dict[str, str], timeout_s: float, log: Path) -> tuple[str, str]:
     """Run `line` in a new session and return (error, output)."""
     # To a file, not a pipe: a grandchild that outlives its parent would hold a pipe open.
     with log.open("wb") as stream:

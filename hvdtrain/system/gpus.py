@@ -7,10 +7,15 @@ import re
 import subprocess
 from typing import NamedTuple
 
+from hvdtrain.system import toolchain
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # "GPU 0: NVIDIA A100 (UUID: GPU-...)", below which stand its slices: "  MIG 1g.5gb  Device 0: (UUID: MIG-...)".
 _LISTED = re.compile(r"^\s*(?:GPU (\d+): (.*)|(MIG \S+).*:) \(UUID: (\S+)\)", re.MULTILINE)
+
+# What nvidia-smi says of a GPU that has fallen off the bus (Xid 79), or has stopped with another error.
+_LOST = re.compile(r"unable to determine the device handle|GPU is lost|fallen off the bus", re.IGNORECASE)
 
 
 class Gpu(NamedTuple):
@@ -36,6 +41,33 @@ def visible() -> list[Gpu]:
         if names_instances(name):  # a process has one, whatever else is named
             break
     return shown
+
+
+def lost() -> str:
+    """Return what nvidia-smi says of a GPU that no longer answers, and what helps; "" if all answer."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    lines = (done.stdout + done.stderr).splitlines()
+    said = next((line.strip() for line in lines if _LOST.search(line)), "")
+    where = "`dmesg | grep Xid` has the cause, a reboot helps"
+    return f"a GPU no longer answers (nvidia-smi: {said}): {where}" if said else ""
+
+
+def why_unusable(cuda: str) -> str:
+    """Return why a program built for this CUDA version finds no GPU where there are some; "" if they are hidden."""
+    if os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
+        return ""
+    if said := lost():
+        return said
+    drivers, _ = toolchain.gpu_drivers()
+    if drivers and (oldest := toolchain.old_driver(drivers[0], cuda)):
+        return (
+            f"the NVIDIA driver is {drivers[0]}, and CUDA {cuda} needs {oldest} or newer: apt-get install "
+            f"nvidia-driver-{oldest} (Ubuntu's name)"
+        )
+    return ""
 
 
 def names_instances(visible: str) -> bool:

@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 OLDEST_DRIVER = 580  # NVIDIA's for programs built for CUDA 13, as torch and JAX are
+_OLDEST_DRIVERS = {"12": 525, "13": OLDEST_DRIVER}  # for programs of a CUDA major version
 _STANDARD_DATES = {17: 201703, 20: 202002, 23: 202302}  # __cplusplus in a compiler that knows a standard
 
 
@@ -45,6 +46,12 @@ def missing_python_header() -> str:
         f"Python's C headers are missing: {header}. Install them (Debian, Ubuntu: apt-get install {name}-dev; Fedora: "
         f"dnf install {name}-devel)."
     )
+
+
+def old_driver(driver: str, cuda: str) -> int:
+    """Return the oldest NVIDIA driver for programs of a CUDA version, where `driver` is older; else 0."""
+    major, oldest = driver.partition(".")[0], _OLDEST_DRIVERS.get(cuda.partition(".")[0], 0)
+    return oldest if major.isdigit() and int(major) < oldest else 0
 
 
 def gpu_drivers() -> tuple[list[str], str]:

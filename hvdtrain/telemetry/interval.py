@@ -31,7 +31,8 @@ class RankTimes:
         data: waiting for the next batches.
         train: forward, backward, reduction, update.
         reduction: the part of train that waits for reduced gradients, and so for slower ranks; 0 on one rank. On a GPU
-            this includes the wait for the backward pass; with HVDTRAIN_GPU_ASYNC=1, the GPU's clock measures all times.
+            this includes the wait for the backward pass; if the host runs ahead of the GPU, the GPU's clock measures
+            all times.
         other: neither data nor train: callbacks and other work between two steps, without waits for other ranks in
             collectives of `trainer.world`.
     """

@@ -19,7 +19,7 @@ from hvdtrain.adapter import Fault, OpenStep, Options, Ranks, Reduce, State
 from hvdtrain.data.prefetch import Prefetch
 from hvdtrain.data.sources import Batch
 from hvdtrain.data.trees import tree_map
-from hvdtrain.distributed import agreement, launch_environment, tuning
+from hvdtrain.distributed import agreement, gpu_path, launch_environment
 from hvdtrain.distributed.data_ranks import DataRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
@@ -88,7 +88,7 @@ class TorchAdapter:
         check(model, optimizers, loss, step, options)
         lazy.agree(model, world)
         self._options, self._world, self._device = options, world, torch.device(world.device)
-        if self._device.type == "cuda" and tuning.gpu_async():
+        if self._device.type == "cuda" and gpu_path.is_async():
             recorder.use(GpuClock(self._device))
         self._device = meta_device.place(model, list(optimizers.values()), self._device, world)
         self._model = model

@@ -46,12 +46,31 @@ def why_not(horovod: ModuleType) -> str:
     if torch.version.hip:
         rocm = f"torch {torch.__version__} is built for AMD GPUs (ROCm {torch.version.hip})"
         return f"{rocm}, which hvdtrain does not support. Install its CUDA or CPU build, then `hvdtrain build`."
-    if not torch.cuda.is_available() or horovod.cuda_built():
+    if torch.version.cuda and not torch.cuda.is_available():
+        why = gpus.why_unusable(torch.version.cuda)
+        return f'{why}. Or train on CPUs: CUDA_VISIBLE_DEVICES=""' if why else ""
+    if not torch.cuda.is_available():
         return ""
+    if horovod.cuda_built():
+        return _other_nccl(int(horovod.nccl_built()))
     name = torch.cuda.get_device_name()
     return (
         f"torch would compute on a GPU ({name}), and the installed Horovod has no GPU operations. Run `hvdtrain build` "
         'in this environment, or set CUDA_VISIBLE_DEVICES="" to train on the CPU.'
+    )
+
+
+def _other_nccl(built: int) -> str:
+    """Return why Horovod cannot use the NCCL that torch has loaded; `built` is the code of a version, 0 for none."""
+    if not built:
+        return ""
+    loaded: tuple[int, ...] = torch.cuda.nccl.version()
+    major = built // (10000 if built >= 10000 else 1000)  # NCCL wrote its number in another way up to 2.8
+    if loaded[0] == major:
+        return ""
+    return (
+        f"the installed Horovod was built for NCCL {major}, and torch {torch.__version__} has loaded NCCL "
+        f"{'.'.join(map(str, loaded))}. Run `hvdtrain build` in this environment."
     )
 
 

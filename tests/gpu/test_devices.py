@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hvdtrain.torch as hvd
-from hvdtrain.distributed import devices, tuning
+from hvdtrain.distributed import devices, gpu_path
 from hvdtrain.distributed.recorder import Recorder
 from hvdtrain.telemetry.step_times import StepTimes
 from hvdtrain.torch import collectives, step_marks
@@ -58,7 +58,7 @@ def test_the_gpus_clock_counts_waits_as_a_part_of_training(device):
 
 @pytest.mark.parametrize("ahead", ["0", "1"])
 def test_steps_are_timed_with_and_without_waiting_for_their_end(device, monkeypatch, ahead):
-    monkeypatch.setenv(tuning.GPU_ASYNC, ahead)
+    monkeypatch.setattr(gpu_path, "_is_async", ahead == "1")  # of this process, which has decided in `init`
     net = torch.nn.Linear(512, 512, device=device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     taken = StepTimes(Recorder())

@@ -40,6 +40,8 @@ MARKS = {
     "three_ranks": "of Keras: runs at 3 ranks too, on the torch backend: uneven shares, sets of ranks",
     "in_graphs": "of Keras: runs on TensorFlow, whose graphs it is about, without --all too, and not on torch",
     "over_gloo": "of PyTorch: runs over Gloo too: collectives, join, errors",
+    "on_gpus": "of PyTorch: runs in `make gpus` too, where each rank has a GPU; by default its tensors are there",
+    "on_cpus": "of a file for on_gpus: holds on CPUs alone",
 }
 
 

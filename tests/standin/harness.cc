@@ -483,6 +483,7 @@ int main(int argc, char** argv) {
   if (!horovod_init(nullptr, 0, PAIR, &PAIR_SIZE, argv[1] == std::string("process-sets"))) {
     fail("Horovod cannot be initialized");
   }
+  if (std::getenv("HVDTRAIN_STANDIN_ASYNC_LATER")) horovod_set_async_completion(true);
   SCENARIOS.at(argv[1])();
   if (standin::spinning_waits() > 0) fail("a wait for the device keeps a core busy");
   horovod_shutdown();

@@ -14,12 +14,15 @@ from core import Core
 from hvdtrain.system import start_ranks
 
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+# As `hvdtrain.init` does it, once ranks have agreed: only then can the defect "nobody waits" be found.
+AGREED = {"HVDTRAIN_STANDIN_ASYNC_LATER": "1"}
 TWO_STREAMS = {"HOROVOD_NUM_NCCL_STREAMS": "2"}
 TIMELINE = {"HOROVOD_TIMELINE": os.devnull}
 # How people run it: each of these is another path through the core.
 WAYS: dict[str, dict[str, str]] = {
     "blocking": {},
     "async": ASYNC,
+    "async-once-agreed": AGREED,
     "two-streams": TWO_STREAMS | ASYNC,
     "single-copies": {"HOROVOD_BATCH_D2D_MEMCOPIES": "0"},
     "timeline": TIMELINE,
@@ -105,7 +108,7 @@ DEFECTS: dict[str, tuple[str, Mapping[str, str], str, str, str]] = {
         *after("response.devices());\n  gpu_op_context_.InitGPUQueue(entries, response);\n\n",
                "  WaitForData(entries);\n\n  ncclRedOp_t", "  ncclRedOp_t"),
     ),
-    "nobody waits for the reduction": ("reduces", ASYNC, GPU, "          status.event = event;\n", ""),
+    "nobody waits for the reduction": ("reduces", AGREED, GPU, "          status.event = event;\n", ""),
     "in a timeline nobody waits for the end of the reduction": (
         "reduces", TIMELINE | ASYNC, GPU,
         "  } else {\n    gpu_context_->RecordEvent(event_queue, \"\", *stream);", "  } else if (0) {",

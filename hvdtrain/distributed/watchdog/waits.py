@@ -1,8 +1,9 @@
 """Find what this process waits for, from its threads' Python stacks, so that no step pays for it; count its steps.
 
 A thread that waits for other ranks is in one of a few functions of Horovod, each of which makes one native call.
-TensorFlow's graphs hide this: there two counters show it, one before a step's reductions and one after. Under
-HVDTRAIN_GPU_ASYNC no thread waits for a step's reductions: an event behind them shows whether the GPU has finished.
+TensorFlow's graphs hide this: there two counters show it, one before a step's reductions and one after. If
+the host runs ahead of its GPU (`gpu_path`), no thread waits for a step's reductions: an event behind them shows whether
+the GPU has finished.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from keras.src.backend.torch.core import get_device
 from packaging.version import Version
 
-from hvdtrain.distributed import tuning, watchdog
+from hvdtrain.distributed import gpu_path, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics
 from hvdtrain.keras.backends import (  # noqa: F401 - part of each backend
@@ -183,7 +183,7 @@ def start(
             for i, part in zip(bucket, result, strict=True):
                 outputs[i] = part.reshape(gradients[i].shape).to(gradients[i].dtype)
         # No host waits: see hvdtrain.torch.reduction.reducer.
-        if tuning.gpu_async() and any(g.is_cuda for g in gradients):
+        if gpu_path.is_async() and any(g.is_cuda for g in gradients):
             behind = torch.cuda.Event()
             behind.record()
             watchdog.note_device(behind.query)

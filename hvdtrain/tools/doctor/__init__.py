@@ -15,11 +15,13 @@ import psutil
 from rich.console import Console
 from rich.markup import escape
 
-from hvdtrain.horovod_build import installed, probe
+from hvdtrain.horovod_build import cache, gpu_proof, gpu_record, installed, probe
+from hvdtrain.horovod_build.errors import BuildError
+from hvdtrain.horovod_build.gpu_proof import Proof
 from hvdtrain.horovod_build.installed import Plane
 from hvdtrain.system import log_filter, private_files, redact
 from hvdtrain.system.machine_names import Scrubber
-from hvdtrain.tools.doctor.facts import Facts, Verdict, gather, judge, judge_probes
+from hvdtrain.tools.doctor.facts import Facts, Verdict, gather, judge, judge_probes, judge_proof
 
 __all__ = ["run"]
 
@@ -40,9 +42,18 @@ _RELEVANT = (
 _NAMES_HOSTS = ("HOST", "ADDR", "NODELIST", "_URL", "_URI")
 
 
-def run(*, as_json: bool = False, report: bool = False, out: Path | None = None, allreduce: bool = True) -> int:
-    """Look, judge, try, and print, or write Markdown for an issue to `out`; return 0 if training would work, else 1."""
+def run(
+    *, as_json: bool = False, report: bool = False, out: Path | None = None, allreduce: bool = True, gpu: bool = False
+) -> int:
+    """Look, judge, try, and print, or write Markdown for an issue to `out`; return 0 if training would work, else 1.
+
+    With `gpu` train on this host's GPUs too, and keep the result for `init`.
+    """
     facts = gather()
+    if gpu:
+        if why := why_no_proof(facts):
+            raise BuildError(why)
+        cache.cache_folder()  # an error before the minute that a proof takes
     verdicts = judge(facts)
     console = Console(soft_wrap=True, highlight=False)
     as_text = not as_json and not report
@@ -56,24 +67,42 @@ def run(*, as_json: bool = False, report: bool = False, out: Path | None = None,
         probes.append(probe.allreduce(framework, plane, ranks=ranks, timeout_s=_PROBE_LIMIT_S))
         if as_text:
             _print_row(console, f"allreduce {framework}", f"{plane}: {probes[-1]}")
-    verdicts = sorted(verdicts + judge_probes(probes), key=lambda verdict: verdict.level != "error")
+    proof = None
+    if gpu:
+        if report:
+            print("hvdtrain doctor: training on GPUs", file=sys.stderr)
+        proof = gpu_proof.prove(ranks=gpu_proof.ranks_here())
+        gpu_record.keep(proof)
+        if as_text:
+            _print_row(console, "training on GPUs", str(proof))
+    verdicts += [*judge_probes(probes), *(judge_proof(proof) if proof else ())]
+    verdicts.sort(key=lambda verdict: verdict.level != "error")
     works = not any(verdict.level == "error" for verdict in verdicts)
     if as_json:
         document = {
             "ok": works,
             "facts": dataclasses.asdict(facts),
             "allreduce": [dataclasses.asdict(each) for each in probes],
+            "gpu_proof": dataclasses.asdict(proof) if proof else None,
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
         }
         print(json.dumps(redact.document(document), indent=2))
     elif report and out is None:
-        print(markdown(facts, probes, verdicts), end="")
+        print(markdown(facts, probes, verdicts, proof), end="")
     elif report and out is not None:
-        private_files.write_text(out, markdown(facts, probes, verdicts))
+        private_files.write_text(out, markdown(facts, probes, verdicts, proof))
         print(f"wrote {out}: read it, then paste it into an issue")
     else:
         _print_verdicts(console, verdicts, tried=allreduce)
     return 0 if works else 1
+
+
+def why_no_proof(facts: Facts) -> str:
+    """Return why no training on GPUs can be proven here, and what to do; "" where it can."""
+    if "nccl" not in facts.horovod_planes or not facts.serves("torch") or not facts.cuda.get("torch"):
+        return "--gpu needs a CUDA build of torch, and Horovod built for it with NCCL. Type: hvdtrain build"
+    ranks = gpu_proof.ranks_here()
+    return f"--gpu needs two GPUs or more: {gpu_proof.too_few(ranks)}" if ranks < 2 else ""
 
 
 def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, Plane, int]]:
@@ -115,7 +144,9 @@ def _print_verdicts(console: Console, verdicts: list[Verdict], *, tried: bool) -
         console.print("What is installed fits together; no allreduce was tried.")
 
 
-def markdown(facts: Facts, probes: Sequence[probe.Probe], verdicts: Sequence[Verdict]) -> str:
+def markdown(
+    facts: Facts, probes: Sequence[probe.Probe], verdicts: Sequence[Verdict], proof: Proof | None = None
+) -> str:
     """Return the report to paste into an issue: without names of users or hosts."""
     scrub = Scrubber(keep={*facts.versions, "hvdtrain", "python"})
     lines = ["### hvdtrain doctor --report", ""]
@@ -127,7 +158,8 @@ def markdown(facts: Facts, probes: Sequence[probe.Probe], verdicts: Sequence[Ver
     lines += _table("Versions", facts.builds() | packages, str)
     lines += _table("Build of Horovod", facts.build_of_horovod() | by_hvdtrain | record, scrub)
     lines += _table("Machine", _machine(facts), scrub)
-    lines += _table("Live allreduce", {f"{each.framework} over {each.plane}": str(each) for each in probes}, scrub)
+    tried = {f"{each.framework} over {each.plane}": str(each) for each in probes}
+    lines += _table("Live allreduce", tried | ({"training on GPUs": str(proof)} if proof else {}), scrub)
     lines += _table("Network interfaces", dict(_interfaces(facts, scrub)), scrub)
     environment = sorted(log_filter.without_ours(os.environ).items())
     chosen = redact.variables({name: value for name, value in environment if name.startswith(_RELEVANT)})

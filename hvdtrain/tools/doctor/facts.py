@@ -15,13 +15,14 @@ from typing import Literal
 import psutil
 
 from hvdtrain import __version__
-from hvdtrain.distributed import launch_environment
-from hvdtrain.horovod_build import find, installed
+from hvdtrain.distributed import gpu_path, launch_environment
+from hvdtrain.horovod_build import find, gpu_record, installed
 from hvdtrain.horovod_build.find import Framework, find_tensorflow, find_torch, is_tested
+from hvdtrain.horovod_build.gpu_proof import Proof
 from hvdtrain.horovod_build.installed import version_of
 from hvdtrain.horovod_build.probe import Probe
 from hvdtrain.system import gpus, open_mpi
-from hvdtrain.system.toolchain import OLDEST_DRIVER
+from hvdtrain.system.toolchain import OLDEST_DRIVER, old_driver
 
 Level = Literal["error", "warning"]
 # Docker's default is 64 MiB; torch's data loaders and Open MPI's shared-memory transport want more.
@@ -42,6 +43,8 @@ RULES: dict[str, tuple[Level, str]] = {
     "horovod-without-framework": ("warning", "hvdtrain build"),
     "keras-torch-ddp": ("warning", "unset MASTER_ADDR WORLD_SIZE"),
     "old-gpu-driver": ("error", f"apt-get install nvidia-driver-{OLDEST_DRIVER}  # Ubuntu's name"),
+    "lost-gpu": ("error", "dmesg | grep Xid; reboot"),
+    "other-nccl": ("error", "hvdtrain build"),
     "idle-gpus": ("warning", "hvdtrain build"),
     "horovod-from-elsewhere": ("warning", "hvdtrain build"),
     "horovod-by-other-hvdtrain": ("warning", "hvdtrain build"),
@@ -64,9 +67,12 @@ class Facts:
     horovod_proven: bool = False  # `hvdtrain build` proved it in this environment
     mpi: str = ""  # first line of `mpirun --version`, "" without an mpirun
     horovod_mpi: str = ""  # version of the Open MPI that Horovod was built with, "" where it is not recorded
+    horovod_nccl: str = ""  # version of the NCCL that it was built with, "" for none, or where it is not recorded
     horovod_cuda: str = ""  # CUDA version with which it takes tensors on GPUs, "" where it does not, or is not recorded
     gpus: tuple[str, ...] = ()  # name and memory of each that CUDA_VISIBLE_DEVICES shows
     gpu_driver: str = ""  # NVIDIA driver version, "" without one
+    gpu_lost: str = ""  # that a GPU no longer answers, in words
+    gpu_steps: str = ""  # whether the host waits for its GPUs in PyTorch's steps, and why; "" without GPUs or NCCL
     interfaces: dict[str, str] = field(default_factory=dict)  # {name: IPv4 address} of those that are up
     cpu_cores: int = 1  # logical cores of the machine
     cpu_allowed: int = 1  # cores that this process may use
@@ -93,9 +99,11 @@ class Facts:
     def hardware(self) -> dict[str, str]:
         """Return what the machine has, in words."""
         shm = self.shared_memory_mib
+        steps = {"steps on GPUs": self.gpu_steps} if self.gpu_steps else {}
         return {
             "GPUs": "; ".join(self.gpus) or "none",
             "GPU driver": self.gpu_driver or "none",
+            **steps,
             "CPU cores": f"{self.cpu_allowed} of {self.cpu_cores} usable",
             "shared memory": "none" if shm is None else f"{shm} MiB",
         }
@@ -117,26 +125,28 @@ class Facts:
 def gather() -> Facts:
     """Gather all facts."""
     frameworks = [found for found in (find_torch(), find_tensorflow()) if found]
-    wheels = (version_of(f"nvidia-nccl-cu{major}") for major in ("13", "12", "11"))
-    nccl = next(filter(None, wheels), "") or ((found := find.find_nccl()) and found.version) or ""
     versions = {"python": platform.python_version(), "hvdtrain": __version__, "horovod": version_of("horovod")}
     versions |= {framework.name: framework.version for framework in frameworks}
-    versions |= {"keras": version_of("keras"), "jax": version_of("jax"), "nccl": nccl}
+    versions |= {"keras": version_of("keras"), "jax": version_of("jax"), "nccl": find.nccl_version()}
     shown, driver = _gpus()
     shm, record = Path("/dev/shm"), installed.record()
+    planes = _horovod_planes()
     return Facts(
         versions={name: version for name, version in versions.items() if version},
         cuda={framework.name: framework.cuda for framework in frameworks},
         horovod_for=installed.built_for(),
-        horovod_planes=_horovod_planes(),
+        horovod_planes=planes,
         horovod_by_hvdtrain=bool(record),
         horovod_has_other_changes=installed.has_other_changes(),
         horovod_proven=record.get("proven") is True,
         mpi=(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"]) or "").strip().partition("\n")[0],
         horovod_mpi=str(record.get("mpi", "")),
         horovod_cuda=str(record.get("cuda", "")),
+        horovod_nccl=str(record.get("nccl", "")),
         gpus=shown,
         gpu_driver=driver,
+        gpu_lost=gpus.lost(),
+        gpu_steps=_gpu_steps() if shown and "nccl" in planes else "",
         interfaces=_interfaces(),
         cpu_cores=os.cpu_count() or 1,
         cpu_allowed=len(os.sched_getaffinity(0)),
@@ -170,6 +180,14 @@ def _gpus() -> tuple[tuple[str, ...], str]:
     shown = [(each.name, memory.get(each.uuid)) for each in gpus.visible()]
     found = tuple(f"{name}, {memory}" if memory else name for name, memory in shown)
     return found, rows[0][2] if rows else ""
+
+
+def _gpu_steps() -> str:
+    try:
+        choice = gpu_path.own_choice(has_gpu=True)
+    except ValueError as problem:
+        return str(problem)
+    return f"the host {'runs ahead' if choice.is_async else 'waits'} ({choice.why})"
 
 
 def _interfaces() -> dict[str, str]:
@@ -208,6 +226,15 @@ def judge_probes(probes: list[Probe]) -> list[Verdict]:
         name, cure = f"allreduce-{probe.framework}-{probe.plane}", " ".join(probe.command)
         found.append(Verdict(name, "error", f"a live allreduce of {which} failed: {probe.error}", cure))
     return found
+
+
+def judge_proof(proof: Proof) -> Iterator[Verdict]:
+    """Yield what a proof on GPUs found: an error where ranks train wrong while the host waits for them."""
+    if wrong := proof.failed("blocking"):
+        yield Verdict("gpu-training", "error", f"training on GPUs is wrong: {'; '.join(wrong)}", gpu_record.COMMAND)
+    if others := proof.failed("asynchronous", "elastic"):
+        why = f"the host waits for its GPUs in each step, because this proof failed: {'; '.join(others)}"
+        yield Verdict("gpu-proof", "warning", why, gpu_record.COMMAND)
 
 
 def _of_horovod(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -264,11 +291,16 @@ def _of_mpi(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _of_machine(facts: Facts) -> Iterator[tuple[str, str]]:
     counted, driver = f"{len(facts.gpus)} GPU(s)", facts.gpu_driver
-    for_13 = [f"{name} {facts.versions[name]}" for name in facts.frameworks if facts.cuda.get(name, "")[:3] == "13."]
-    major = driver.split(".")[0]
-    if for_13 and major.isdigit() and int(major) < OLDEST_DRIVER:
-        why = f"the NVIDIA driver is {driver}, and {' and '.join(for_13)} needs {OLDEST_DRIVER} or newer (CUDA 13)"
-        yield "old-gpu-driver", why
+    for each in facts.frameworks:
+        if oldest := old_driver(driver, facts.cuda.get(each, "")):
+            needs = f"{each} {facts.versions[each]} needs {oldest} or newer (CUDA {facts.cuda[each]})"
+            yield "old-gpu-driver", f"the NVIDIA driver is {driver}, and {needs}"
+    if facts.gpu_lost:
+        yield "lost-gpu", facts.gpu_lost
+    built, found = facts.horovod_nccl.partition(".")[0], facts.versions.get("nccl", "").partition(".")[0]
+    if "nccl" in facts.horovod_planes and built and found and built != found:
+        why = f"Horovod was built with NCCL {facts.horovod_nccl}, and ranks load NCCL {facts.versions['nccl']}"
+        yield "other-nccl", why
     if facts.gpus and facts.horovod_for:
         has_nccl = "nccl" in facts.horovod_planes
         if facts.frameworks and not any(map(facts.cuda.get, facts.frameworks)):

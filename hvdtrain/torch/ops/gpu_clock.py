@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from hvdtrain.distributed import tuning
+from hvdtrain.distributed import gpu_path
 from hvdtrain.distributed.recorder import Clock
 
 Mark = torch.cuda.Event | float
@@ -42,8 +42,8 @@ class GpuClock(Clock):
 
 
 def of_bench() -> Clock:
-    """Return the clock for `hvdtrain bench`: with HVDTRAIN_GPU_ASYNC=1 the GPU's, else the host's behind it."""
-    return GpuClock() if tuning.gpu_async() and torch.cuda.is_available() else Clock(_finished)
+    """Return the clock for `hvdtrain bench`: the GPU's if the host runs ahead of it, else the host's behind it."""
+    return GpuClock() if gpu_path.is_async() and torch.cuda.is_available() else Clock(_finished)
 
 
 def _finished() -> float:

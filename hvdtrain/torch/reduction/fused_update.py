@@ -3,7 +3,7 @@
 Sums of products are rounded once, not twice, and on a GPU Adam's bias corrections are float32, so torch does it only on
 request. Here it is requested for one step at a time: parameter groups, and checkpoints of them, stay the user's. The
 kernels do not raise tensors' versions, by which torch finds a backward pass through weights that have changed since its
-forward pass; so this module raises them. On GPUs only under HVDTRAIN_GPU_ASYNC=1: no GPU has run it.
+forward pass; so this module raises them. On GPUs only if the host runs ahead of them (`gpu_path`): no GPU has run it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain.distributed import tuning
+from hvdtrain.distributed import gpu_path
 
 FUSED = "HVDTRAIN_FUSED_UPDATE"
 
@@ -77,7 +77,7 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
 def _fits(param: Tensor, state: dict[str, Any]) -> bool:
     """Return whether the kernels, which check nothing, read these tensors correctly from their memory."""
     on_gpu = not param.is_cpu
-    if param.dtype not in _DTYPES or (on_gpu and not (param.device.type == _GPU and tuning.gpu_async())):
+    if param.dtype not in _DTYPES or (on_gpu and not (param.device.type == _GPU and gpu_path.is_async())):
         return False
     for name, value in (("", param), ("gradient", param.grad), *state.items()):
         if type(value) not in (Tensor, Parameter) or value.layout is not torch.strided:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvdtrain.distributed import launch_environment, tuning, watchdog
+from hvdtrain.distributed import gpu_path, launch_environment, tuning, watchdog
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine, pack
@@ -317,7 +317,7 @@ class Reducer:
         finally:
             self._end_step()
         self.is_synchronized = True
-        if self._on_gpu and tuning.gpu_async():  # the host goes ahead; the watchdog checks the device
+        if self._on_gpu and gpu_path.is_async():  # the host goes ahead; the watchdog checks the device
             behind = torch.cuda.Event()
             behind.record()
             watchdog.note_device(behind.query)

@@ -1,4 +1,7 @@
-"""What the PyTorch rank tests share: Horovod, started once, and a global batch that every rank can compute alone."""
+"""What the PyTorch rank tests share: Horovod, started once, and a global batch that every rank can compute alone.
+
+With HVDTRAIN_TEST_GPU=1, which `make gpus` sets for tests marked on_gpus, each rank has the GPU of its local rank.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,10 @@ if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION") != "1":  # with a timeline,
 @pytest.fixture(scope="session")
 def hvd() -> Any:
     hvdtrain_torch.init(process_sets="dynamic")
+    if os.environ.get("HVDTRAIN_TEST_GPU") == "1":
+        assert hvdtrain_torch.nccl_built(), "Horovod was built without NCCL: run make gpus"
+        torch.cuda.set_device(hvdtrain_torch.local_rank())
+        torch.set_default_device(torch.device("cuda", hvdtrain_torch.local_rank()))
     return hvdtrain_torch
 
 
@@ -69,11 +76,13 @@ class Task:
 
     def batches(self, steps: int) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(5)
-        shape = (self.size * self.local_batch,)
-        return [
-            (torch.randn(*shape, 6, generator=generator), torch.randn(*shape, 3, generator=generator))
-            for _ in range(steps)
-        ]
+        rows = self.size * self.local_batch
+
+        def draw(width: int) -> Tensor:
+            drawn = torch.randn(rows, width, generator=generator, device="cpu")  # alike on CPUs and GPUs
+            return drawn.to(torch.get_default_device())
+
+        return [(draw(6), draw(3)) for _ in range(steps)]
 
     def mine(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, y = batch

@@ -67,6 +67,7 @@ def test_bits_that_are_not_numbers_arrive_as_they_were(hvd, rank):
     assert torch.equal(hvd.broadcast(sent, 0).view(torch.int16), bits)
 
 
+@pytest.mark.on_gpus
 def test_every_form_of_allreduce_agrees(hvd, rank, size):
     def tensors():
         return [torch.full((3,), float(rank)), torch.full((2, 2), 2.0 * rank, dtype=torch.bfloat16)]
@@ -91,6 +92,7 @@ def test_every_form_of_allreduce_agrees(hvd, rank, size):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.on_gpus
 def test_poll_and_handles(hvd, rank):
     handle = hvd.allreduce_async(torch.ones(2))
     while not hvd.poll(handle):
@@ -107,6 +109,7 @@ def test_reducescatter_scales_before_it_reduces(hvd, rank, size):
     assert hvd.reducescatter(large, op=hvd.Sum, prescale_factor=2.0).tolist() == [(2**41 + 2) * size]
 
 
+@pytest.mark.on_gpus
 def test_reducescatter_and_grouped_gathers(hvd, rank, size):
     tensor = torch.arange(float(size * 2)) * (rank + 1)
     mine = hvd.reducescatter(tensor, op=hvd.Sum)
@@ -163,6 +166,7 @@ def test_bf16_compression_sends_half_the_bytes_and_adds_up_in_float32(hvd, rank,
     assert native_calls.bytes_sent["allreduce"] == 4  # the count of active ranks
 
 
+@pytest.mark.on_gpus
 def test_operations_in_flight_have_their_names(hvd):
     """The watchdog reads them, to say in which operation a rank waits."""
     one = torch.ones(hvd.size())
@@ -181,6 +185,7 @@ def test_operations_in_flight_have_their_names(hvd):
     assert names == list("abcdefg")
 
 
+@pytest.mark.on_gpus
 def test_objects_travel(hvd, rank, size):
     thing = {"rank": rank, "nested": [None, (1, "two"), torch.ones(2) * rank]}
     assert hvd.broadcast_object(thing, 1)["nested"][2].tolist() == [1, 1]

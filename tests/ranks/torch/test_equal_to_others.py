@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.on_gpus]
 STEPS = 20
 
 
@@ -21,7 +21,8 @@ def test_equal_to_distributed_data_parallel(hvd, task, difference, assert_same_o
     task.train(ours, optimizer, STEPS)
 
     store = torch.distributed.FileStore(str(shared_tmp_path / "ddp"), task.size)
-    torch.distributed.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size)
+    backend = "nccl" if torch.get_default_device().type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=task.rank, world_size=task.size)
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(theirs)
         task.train(wrapped, sgd(theirs), STEPS)
@@ -54,6 +55,7 @@ def test_other_optimizers_are_equal_to_one_process_too(hvd, task, difference, ma
     assert difference(ours, alone) < 1e-5
 
 
+@pytest.mark.on_cpus  # on GPUs the flags travel by themselves
 def test_each_gradient_goes_through_horovod_once_a_step(hvd, task, native_calls):
     model = task.model()
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())

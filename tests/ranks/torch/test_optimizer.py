@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.on_gpus]
 
 
 def test_it_is_the_users_optimizer_with_its_state(hvd, task):
@@ -185,7 +185,7 @@ def test_grad_scaler_skips_on_all_ranks_where_one_overflows(
 ):
     model = task.model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**10)
     alone = task.model()
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
     for step, batch in enumerate(task.batches(4)):
@@ -297,6 +297,7 @@ def test_a_process_set_reduces_among_its_own(hvd, task, rank, size, difference):
 
 
 @pytest.mark.over_gloo
+@pytest.mark.on_cpus
 @pytest.mark.world_size(2)
 def test_adasum_averages_equal_steps_and_adds_orthogonal_ones(hvd, rank):
     param = torch.nn.Parameter(torch.zeros(2))
@@ -351,6 +352,7 @@ class OwnCompressor:
         return tensor.to(ctx)
 
 
+@pytest.mark.on_cpus
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_steps_are_fused_and_leave_groups_as_they_were(hvd, task, kind, monkeypatch):
     name = f"_fused_{kind.__name__.lower()}_"

@@ -40,7 +40,7 @@ def test_without_horovod_its_peers_alone_are_refused(
         (["--show"], "no results in"),
         (["--show", "--quick", "--workload", "mlp"], "--show has no use for --workload, --quick: leave it out"),
         (["--gpu", "--peer", "trainer"], "--gpu has no use for --peer: leave it out"),
-        (["--gpu", "--np", "1", "--section", "steps"], "--gpu has no use for --section, --np: leave it out"),
+        (["--gpu", "--quick", "--section", "steps"], "--gpu has no use for --section, --quick: leave it out"),
         (["--gpu", "--workload", "mlp"], "no GPU workload is called 'mlp'. There are: gpu-resnet50, gpu-transformer"),
         (["--link", "2gbit"], "no link is called '2gbit'. There are: 10gbit, 1gbit, 100mbit, 50ms"),
         (["--link", "1gbit", "--peer", "trainer"], "no peer is called 'trainer'. There are: alone, ddp, ddp-fp16"),

@@ -76,8 +76,10 @@ def test_doctors_verdict_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> 
     assert call(monkeypatch, "doctor", "--json") == 1
     assert call(monkeypatch, "doctor", "--report") == 1
     assert call(monkeypatch, "doctor", "--no-allreduce") == 1
-    assert [(each["as_json"], each["report"], each["allreduce"]) for each in seen] == [
-        (True, False, True),
-        (False, True, True),
-        (False, False, False),
+    assert call(monkeypatch, "doctor", "--gpu") == 1
+    assert [(each["as_json"], each["report"], each["allreduce"], each["gpu"]) for each in seen] == [
+        (True, False, True, False),
+        (False, True, True, False),
+        (False, False, False, False),
+        (False, False, True, True),
     ]

@@ -68,6 +68,7 @@ def test_without_a_command_the_overview_is_the_answer(call):
         ("doctor --json=1", "hvdtrain doctor: option '--json' does not take a value. Type: hvdtrain doctor --help"),
         ("doctor --json --report", "hvdtrain doctor: --json and --report are two forms of one answer"),
         ("doctor --report --no-allreduce", "hvdtrain doctor: --report holds the live allreduces"),
+        ("doctor --gpu --no-allreduce", "hvdtrain doctor: --gpu starts processes. Leave out --no-allreduce"),
         ("doctor --out x", "hvdtrain doctor: --out is for --report. Type: hvdtrain doctor --report --out x"),
         ("build --jobs x", "hvdtrain build: --jobs must be a whole number, at least 1. Received: x"),
         ("build --jobs=0", "hvdtrain build: --jobs must be a whole number, at least 1. Received: 0"),

@@ -148,6 +148,12 @@ def test_ranks_that_all_see_a_hosts_gpus_are_no_more_than_these(monkeypatch):
         devices.gpu_of(4, 4)
 
 
+def test_a_rank_whose_gpu_fell_off_the_bus_is_told_so(nvidia_smi):
+    nvidia_smi(f"{FOUR}Unable to determine the device handle for GPU 0000:C1:00.0: Unknown Error\n")
+    with pytest.raises(RuntimeError, match=r"rank 4 has no GPU: this host shows 4\. A GPU no longer answers .*Xid"):
+        devices.gpu_of(4, 4)
+
+
 def test_ranks_have_a_mig_instance_each_where_each_is_shown_its_own(nvidia_smi, monkeypatch):
     nvidia_smi(SLICED)
     found = ranks_of_a_host(monkeypatch, "MIG-1111", "MIG-2222")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -11,8 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdtrain.distributed import launch_environment, tuning
-from hvdtrain.errors import HorovodMismatchError
+from hvdtrain.distributed import gpu_path, launch_environment, tuning
 
 ONE_HOST = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"}
 TWO_HOSTS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}
@@ -44,8 +44,7 @@ def nothing_decided(monkeypatch):
         tuning.PIECES,
         tuning.FUSION,
         tuning.CYCLE,
-        tuning.GPU_ASYNC,
-        tuning.ASYNC_COMPLETION,
+        gpu_path.GPU_ASYNC,
         "OMP_NUM_THREADS",
     ):
         monkeypatch.setenv(name, "")  # so that what the code sets is undone afterwards
@@ -127,28 +126,30 @@ def test_a_build_with_nccl_fuses_as_horovod_does_on_every_rank(gpu, monkeypatch)
     assert tuning.FUSION not in os.environ
 
 
-@pytest.mark.parametrize("asked", ["1", "0", None])
-@pytest.mark.parametrize(("engine", "nccl"), [("torch", True), ("torch", False), ("tensorflow", True)])
-def test_the_host_waits_for_gpus_unless_the_user_requests_what_no_gpu_has_run(engine, nccl, asked, monkeypatch):
-    launched(monkeypatch, ONE_HOST if asked is None else {**ONE_HOST, tuning.GPU_ASYNC: asked})
-    monkeypatch.setattr(tuning.installed, "has_these_changes", lambda: True)
-    prepare(engine, nccl=nccl)
-    chosen = os.environ.get(tuning.ASYNC_COMPLETION)
-    assert chosen == ("1" if (engine, nccl, asked) == ("torch", True, "1") else None)
+@pytest.mark.parametrize(
+    ("engine", "nccl", "on_jax", "chooses"),
+    [
+        ("torch", True, False, True),
+        ("torch", False, False, False),
+        ("tensorflow", True, False, False),
+        ("torch", True, True, False),
+    ],
+)
+def test_torch_with_nccl_chooses_if_the_host_waits_for_its_gpu(engine, nccl, on_jax, chooses, monkeypatch):
+    launched(monkeypatch, ONE_HOST)
+    assert tuning.prepare(engine, Host(), nccl=nccl, on_jax=on_jax).chooses_gpu_path is chooses
+    launched(monkeypatch, {gpu_path.GPU_ASYNC: "maybe"})
+    with pytest.raises(ValueError, match="HVDTRAIN_GPU_ASYNC") if chooses else contextlib.nullcontext():
+        tuning.prepare(engine, Host(), nccl=nccl, on_jax=on_jax)
 
 
-def test_hosts_of_an_elastic_job_wait_for_their_gpus(monkeypatch):
-    launched(monkeypatch, {**ONE_HOST, tuning.GPU_ASYNC: "1", "HOROVOD_ELASTIC": "1"})
-    monkeypatch.setattr(tuning.installed, "has_these_changes", lambda: True)
-    prepare(nccl=True)
-    assert tuning.ASYNC_COMPLETION not in os.environ
-
-
-def test_a_horovod_that_makes_another_stream_wait_is_refused(monkeypatch):
-    launched(monkeypatch, {**ONE_HOST, tuning.GPU_ASYNC: "1"})
-    monkeypatch.setattr(tuning.installed, "metadata", lambda: {"pytorch": "2.13.0"})
-    with pytest.raises(HorovodMismatchError, match="hvdtrain build"):
-        prepare(nccl=True)
+def test_the_one_line_says_on_gpus_if_the_host_waits_for_them(monkeypatch):
+    launched(monkeypatch, ONE_HOST)
+    said = "the host runs ahead of the GPU (proven here on 2026-11-28)"
+    for gpu in (True, False):
+        decided = prepare(host=Host(gpu=gpu), nccl=True)
+        decided.gpu_path = said
+        assert (said in tuning.describe(decided, horovod(), 1)) is gpu
 
 
 def test_horovods_own_tuning_is_left_its_fusion_threshold(monkeypatch):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.horovod_build import build as steps
-from hvdtrain.horovod_build import cache, native, packages, probe
+from hvdtrain.horovod_build import cache, gpu_proof, gpu_record, native, packages, probe
 from hvdtrain.horovod_build.build import BuildOptions, build
 from hvdtrain.horovod_build.changes import change
 from hvdtrain.horovod_build.errors import BuildError, CompileError
-from hvdtrain.horovod_build.find import Found, Framework, Mpi
+from hvdtrain.horovod_build.find import Cuda, Found, Framework, Mpi, Nccl
+from hvdtrain.horovod_build.gpu_proof import Proof
 from hvdtrain.horovod_build.installed import Plane
 
+GPUS = "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(4))
 FOUND = Found(
     (Framework("torch", "2.13.0+cpu"), Framework("tensorflow", "2.21.0")),
     "g++ 12",
@@ -216,3 +219,78 @@ def test_an_unfinished_entry_is_never_seen(machine: SimpleNamespace, monkeypatch
     with pytest.raises(OSError, match="No space left on device"):
         build(BuildOptions())
     assert [p.name for p in (machine.cache / "wheels").iterdir() if p.is_dir()] == []
+
+
+WITH_NCCL = replace(
+    FOUND,
+    frameworks=(Framework("torch", "2.13.0+cu130", "13.0"),),
+    cuda=Cuda("13.0", Path("/cuda")),
+    nccl=Nccl("2.28.3", Path("/include"), Path("/lib"), from_pip=True),
+    gpus=("9.0",) * 4,  # of all, whatever this process sees
+)
+
+
+@pytest.fixture
+def gpu_host(
+    machine: SimpleNamespace, nvidia_smi: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> SimpleNamespace:
+    """A host with four GPUs, whose proofs are kept in `machine.kept`; `machine.failures` says what differs."""
+    machine.kept, machine.failures = [], ()
+    nvidia_smi(GPUS, "580.65.06\n")
+    monkeypatch.setattr(steps, "find_all", lambda **_: WITH_NCCL)
+    monkeypatch.setattr(gpu_proof, "prove", lambda *, ranks: Proof("cuda", ranks, machine.failures, 60.0))
+    monkeypatch.setattr(gpu_record, "keep", machine.kept.append)
+    return machine
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [(None, 4), ("0,2,3", 3)])
+def test_as_many_ranks_as_gpus_are_visible_prove_training(
+    gpu_host: SimpleNamespace, visible: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    build(BuildOptions())
+    assert gpu_host.kept == [Proof("cuda", ranks, (), 60.0)]
+    assert ("torch", "nccl", 2) in gpu_host.proved
+
+
+def test_at_most_eight_ranks_prove_training(gpu_host: SimpleNamespace, nvidia_smi: Callable[..., None]) -> None:
+    nvidia_smi("".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(16)))
+    build(BuildOptions())
+    assert [each.ranks for each in gpu_host.kept] == [8]
+
+
+def test_one_visible_gpu_has_one_rank_and_proves_no_training(
+    gpu_host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    build(BuildOptions())
+    assert ("torch", "nccl", 1) in gpu_host.proved
+    assert gpu_host.kept == []
+    assert "training on GPUs: not proven, one GPU is visible" in capsys.readouterr().out
+
+
+def test_where_only_the_host_that_runs_ahead_fails_the_build_stays_and_what_differed_is_said(
+    gpu_host: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_host.failures = ("asynchronous, fp16: 0.bias of rank 1 differs",)
+    build(BuildOptions())
+    shown = capsys.readouterr().out
+    assert "asynchronous, fp16: 0.bias of rank 1 differs" in shown
+    assert "So the host waits for its GPUs" in shown
+    assert [each.failures for each in gpu_host.kept] == [gpu_host.failures]
+
+
+def test_ranks_that_train_wrong_while_the_host_waits_are_an_error(gpu_host: SimpleNamespace) -> None:
+    gpu_host.failures = ("blocking, plain: 0.bias of rank 1 differs", "asynchronous, plain: too")
+    with pytest.raises(BuildError, match=r"training on this host's GPUs is wrong:\nblocking, plain: 0\.bias.*\n`hvd"):
+        build(BuildOptions())
+    assert len(gpu_host.kept) == 1
+
+
+def test_a_build_without_nccl_proves_nothing_on_gpus(
+    gpu_host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "find_all", lambda **_: FOUND)
+    build(BuildOptions())
+    assert gpu_host.kept == []

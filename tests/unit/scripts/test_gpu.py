@@ -71,7 +71,7 @@ def test_a_python_without_a_cuda_torch_is_named(
 def test_tests_and_benchmarks_want_a_gpu(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "_gpus", list)
+    monkeypatch.setattr(gpu, "shown", list)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "test"])
     assert gpu.main() == 1
     assert "no GPU: nvidia-smi shows none" in capsys.readouterr().err

@@ -66,3 +66,58 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert gpus.visible() == []
+
+
+LOST = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c0d9f1e-0000-0000-0000-000000000000)
+Unable to determine the device handle for GPU 0000:C1:00.0: Unknown Error
+"""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Unable to determine the device handle for GPU 0000:C1:00.0: Unknown Error",
+        "Unable to determine the device handle for gpu 0000:02:00.0: GPU is lost.  Reboot the system",
+    ],
+)
+def test_a_gpu_that_fell_off_the_bus_is_told_of_in_the_drivers_words(nvidia_smi, said):
+    nvidia_smi(f"{FOUR}{said}\n")
+    assert gpus.lost() == (
+        f"a GPU no longer answers (nvidia-smi: {said}): `dmesg | grep Xid` has the cause, a reboot helps"
+    )
+    nvidia_smi(FOUR)
+    assert gpus.lost() == ""
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "said"),
+    [
+        (
+            "575.57.08",
+            "13.0",
+            "the NVIDIA driver is 575.57.08, and CUDA 13.0 needs 580 or newer: apt-get install",
+        ),
+        ("515.1", "12.8", "the NVIDIA driver is 515.1, and CUDA 12.8 needs 525 or newer"),
+        ("580.65.06", "13.0", ""),
+        ("575.57.08", "12.8", ""),
+        ("575.57.08", "14.0", ""),  # of which nobody knows
+    ],
+)
+def test_a_driver_that_is_too_old_is_why_there_is_no_gpu(nvidia_smi, monkeypatch, driver, cuda, said):
+    nvidia_smi(FOUR, f"{driver}\n" * 4)
+    found = gpus.why_unusable(cuda)
+    assert (said in found) if said else found == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus.why_unusable(cuda) == ""
+
+
+def test_without_a_driver_nothing_is_lost_nor_too_old(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (gpus.lost(), gpus.why_unusable("13.0")) == ("", "")
+
+
+def test_a_lost_gpu_comes_before_an_old_driver(nvidia_smi):
+    nvidia_smi(LOST, "515.1\n")
+    assert "no longer answers" in gpus.why_unusable("13.0")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.distributed import tuning
+from hvdtrain.distributed import gpu_path
 from hvdtrain.distributed.recorder import Clock, Recorder, Seconds
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.telemetry.interval import Heartbeat
@@ -156,7 +156,7 @@ def train(gpu, monkeypatch, *, steps):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_exposed_communication_is_no_part_of_backward(gpu, monkeypatch, ahead):
     if ahead:
-        monkeypatch.setenv(tuning.GPU_ASYNC, "1")
+        monkeypatch.setenv(gpu_path.GPU_ASYNC, "1")
     taken = train(gpu, monkeypatch, steps=12)
     times = taken.summary()
     assert taken.facts["samples_per_step"] == 4

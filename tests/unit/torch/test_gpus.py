@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hvdtrain.torch import collectives
 from hvdtrain.torch.ops import engine, reduce_ops, submit
 from hvdtrain.torch.steps import training_state
 
@@ -64,3 +65,62 @@ def test_a_state_from_a_gpu_is_taken_on_without_one():
     before = torch.rand(1)
     training_state.set_random_states(held)
     assert torch.rand(1) == before
+
+
+def on_a_driver(monkeypatch, *, sees_gpu, cuda="13.0", loaded=(2, 28, 3)):
+    """Let torch be built for this CUDA version, and see a GPU or none."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: loaded)
+
+
+def built(*, nccl, cuda=True):
+    return SimpleNamespace(cuda_built=lambda: cuda, nccl_built=lambda: nccl)
+
+
+ONE = "GPU 0: NVIDIA H100 (UUID: GPU-a)\n"
+
+
+def test_a_driver_too_old_for_torch_is_an_error_of_its_rank_not_a_training_on_the_cpu(nvidia_smi, monkeypatch):
+    on_a_driver(monkeypatch, sees_gpu=False)
+    nvidia_smi(ONE, "575.57.08\n")
+    why = collectives.why_not(built(nccl=22803))
+    assert why.startswith("the NVIDIA driver is 575.57.08, and CUDA 13.0 needs 580 or newer: apt-get install")
+    assert why.endswith('Or train on CPUs: CUDA_VISIBLE_DEVICES=""')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert collectives.why_not(built(nccl=22803)) == ""
+
+
+def test_a_lost_gpu_is_an_error_of_its_rank(nvidia_smi, monkeypatch):
+    on_a_driver(monkeypatch, sees_gpu=False)
+    nvidia_smi("Unable to determine the device handle for GPU 0000:C1:00.0: Unknown Error\n")
+    assert "0000:C1:00.0: Unknown Error): `dmesg | grep Xid` has the cause" in collectives.why_not(built(nccl=22803))
+
+
+@pytest.mark.parametrize(
+    ("nccl", "loaded", "said"),
+    [
+        (22803, (2, 32, 1), ""),
+        (2804, (2, 32, 1), ""),
+        (0, (3, 1, 0), ""),  # without NCCL, through host memory
+        (22803, (3, 1, 0), "the installed Horovod was built for NCCL 2, and torch"),
+        (30100, (2, 28, 3), "the installed Horovod was built for NCCL 3, and torch"),
+    ],
+)
+def test_another_major_version_of_nccl_than_built_is_an_error(monkeypatch, nccl, loaded, said):
+    on_a_driver(monkeypatch, sees_gpu=True, loaded=loaded)
+    why = collectives.why_not(built(nccl=nccl))
+    assert why.startswith(said)
+    assert bool(why) == bool(said) == ("hvdtrain build" in why)
+
+
+def test_a_horovod_without_gpu_operations_is_an_error_where_torch_sees_a_gpu(monkeypatch):
+    on_a_driver(monkeypatch, sees_gpu=True)
+    assert "no GPU operations. Run `hvdtrain build`" in collectives.why_not(built(nccl=0, cuda=False))
+
+
+def test_a_cpu_build_of_torch_asks_no_driver(monkeypatch, nvidia_smi):
+    on_a_driver(monkeypatch, sees_gpu=False, cuda=None)
+    nvidia_smi(ONE, "100.1\n")
+    assert collectives.why_not(built(nccl=0, cuda=False)) == ""

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.horovod_build import installed
+from hvdtrain.horovod_build import gpu_proof, gpu_record, installed
+from hvdtrain.horovod_build.errors import BuildError
+from hvdtrain.horovod_build.gpu_proof import Proof
 from hvdtrain.horovod_build.probe import Probe
 from hvdtrain.tools import doctor
 from hvdtrain.tools.doctor import facts as facts_module
-from hvdtrain.tools.doctor.facts import RULES, Facts, judge, judge_probes
+from hvdtrain.tools.doctor.facts import RULES, Facts, judge, judge_probes, judge_proof
 
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.4"
 HEALTHY = Facts(
@@ -69,6 +71,11 @@ SICK = {
         },
         "nvidia-driver-580",
     ),
+    "lost-gpu": ({"gpu_lost": "a GPU no longer answers"}, "dmesg"),
+    "other-nccl": (
+        {"horovod_planes": ("gloo", "nccl"), "horovod_nccl": "2.28.3", "versions": {"nccl": "3.1.0"}},
+        "hvdtrain build",
+    ),
     "horovod-from-elsewhere": ({"horovod_by_hvdtrain": False}, "hvdtrain build"),
     "horovod-by-other-hvdtrain": ({"horovod_has_other_changes": True}, "hvdtrain build"),
     "untested-versions": (
@@ -113,6 +120,14 @@ def test_a_driver_that_is_new_enough_is_not_blamed() -> None:
     changes, _ = SICK["old-gpu-driver"]
     assert judge(machine(**{**changes, "gpu_driver": "580.65.06"})) == []
     assert judge(machine(**{**changes, "cuda": {"torch": "12.8"}})) == []
+    assert [each.name for each in judge(machine(**{**changes, "cuda": {"torch": "12.8"}, "gpu_driver": "510.1"}))] == [
+        "old-gpu-driver"
+    ]
+
+
+def test_another_minor_version_of_nccl_is_not_blamed() -> None:
+    changes, _ = SICK["other-nccl"]
+    assert judge(machine(**{**changes, "versions": {"nccl": "2.32.3"}})) == []
 
 
 @pytest.mark.parametrize("version", ["4.1.6", "5.0.11"])
@@ -287,3 +302,95 @@ def test_tensors_on_gpus_that_travel_through_host_memory_are_told() -> None:
         (verdict,) = judge(facts)
         assert (verdict.name, verdict.level) == ("idle-gpus", "warning")
         assert "through host memory" in verdict.reason
+
+
+WITH_GPUS = {"horovod_planes": ("gloo", "nccl"), "cuda": {"torch": "13.0"}, "gpus": ("NVIDIA H100",) * 2}
+
+
+def prove_on(
+    monkeypatch: pytest.MonkeyPatch, *failures: str, as_json: bool = False, **changes: object
+) -> tuple[int, list[Proof]]:
+    """Return the exit status of `hvdtrain doctor --gpu`, and the proofs that were kept."""
+    kept: list[Proof] = []
+    monkeypatch.setattr(doctor, "gather", lambda: machine(**{**WITH_GPUS, **changes}))
+    monkeypatch.setattr(doctor.probe, "allreduce", lambda *names, ranks, timeout_s: Probe(*names, ranks, "", 2.0, 1.5))
+    monkeypatch.setattr(gpu_proof, "prove", lambda *, ranks: Proof("cuda", ranks, failures, 60.0))
+    monkeypatch.setattr(gpu_record, "keep", kept.append)
+    return doctor.run(as_json=as_json, gpu=True), kept
+
+
+@pytest.fixture
+def two_gpus(nvidia_smi: Callable[..., None]) -> None:
+    nvidia_smi("GPU 0: NVIDIA H100 (UUID: GPU-a)\nGPU 1: NVIDIA H100 (UUID: GPU-b)\n")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_training_on_gpus_is_proven_on_request_and_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prove_on(monkeypatch) == (0, [Proof("cuda", 2, (), 60.0)])
+    assert "equal bits on all ranks and one process's weights" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_proof_that_cannot_be_kept_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor, "gather", lambda: machine(**WITH_GPUS))
+    monkeypatch.setattr(doctor.probe, "allreduce", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(BuildError, match="every user can write"):
+        doctor.run(gpu=True)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_proof_that_failed_only_where_the_host_runs_ahead_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, kept = prove_on(monkeypatch, "asynchronous, fp16: 0.bias of rank 1 differs", as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (status, len(kept), document["ok"]) == (0, 1, True)
+    assert document["gpu_proof"]["failures"] == ["asynchronous, fp16: 0.bias of rank 1 differs"]
+    assert [each["name"] for each in document["verdicts"]] == ["gpu-proof"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_training_that_is_wrong_on_gpus_is_an_error_first_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prove_on(monkeypatch, "blocking, plain: 0.bias", "asynchronous, plain: 0.bias")[0] == 1
+    names = [each.name for each in judge_proof(Proof("cuda", 2, ("elastic, x", "blocking, y"), 1.0))]
+    assert names == ["gpu-training", "gpu-proof"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "changes", "said"),
+    [
+        ("1", {}, "one GPU is visible, and one rank reduces nothing"),
+        ("", {}, "no GPU is visible"),
+        ("0,1", {"horovod_planes": ("gloo",)}, "built for it with NCCL"),
+        ("0,1", {"cuda": {"torch": ""}}, "a CUDA build of torch"),
+    ],
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_what_cannot_be_proven_on_gpus_is_said_and_is_no_proof(
+    visible: str, changes: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(BuildError, match=said):
+        prove_on(monkeypatch, **changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [("", "the host waits (no proof"), ("1", "the host runs ahead (HVDTRAIN_GPU_ASYNC=1)"), ("x", "must be 0 or 1")],
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_if_the_host_waits_for_its_gpus_is_a_fact(
+    asked: str, said: str, fake_horovod: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setenv("HVDTRAIN_GPU_ASYNC", asked)
+    assert facts_module.gather().gpu_steps == ""
+    (fake_horovod / "metadata.json").write_text('{"hvdtrain": {"data_planes": "gloo,nccl"}}')
+    found = facts_module.gather()
+    assert said in found.gpu_steps
+    assert said in found.hardware()["steps on GPUs"]
