@@ -17,6 +17,8 @@ from hvdtrain.keras.reduction import Compression, by_dtype
 
 Tensor = Any
 
+_LARGEST_WHOLE = 2**53  # up to it a float64 holds all integers
+
 __all__ = [
     "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object",
     "broadcast_object_fn", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "is_homogeneous", "join",
@@ -296,8 +298,23 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     """
     if factor == 1.0:
         return tensor
+    if tensor.dtype.is_integer:
+        return tf.cast(_whole_scaled(tf.cast(tensor, tf.int64), factor), tensor.dtype)
     wide = tf.float32 if tensor.dtype in (tf.float16, tf.bfloat16, tf.float32) else tf.float64
     return tf.cast(tf.cast(tensor, wide) * tf.constant(factor, wide), tensor.dtype)
+
+
+def _whole_scaled(numbers: Tensor, factor: float) -> Tensor:
+    """Return int64 numbers times `factor`, cut; as Horovod, exact where the factor is whole or 1/n."""
+    inverse = round(1.0 / factor) if 1.0 / _LARGEST_WHOLE <= abs(factor) < 1.0 else 0
+    if inverse and factor == 1.0 / inverse:
+        return tf.truncatediv(numbers, inverse)
+    if abs(factor) <= _LARGEST_WHOLE and factor == round(factor):
+        return numbers * round(factor)
+    is_lost = tf.reduce_any((numbers > _LARGEST_WHOLE) | (numbers < -_LARGEST_WHOLE))
+    message = f"A factor for integers above 2^53 must be whole, or 1/n. Received: {factor}"
+    with tf.control_dependencies([tf.debugging.assert_equal(is_lost, False, message)]):
+        return tf.cast(tf.cast(numbers, tf.float64) * tf.constant(factor, tf.float64), tf.int64)
 
 
 def _check_reduction(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import keras
 import numpy as np
 import pytest
@@ -98,6 +100,17 @@ def test_tensors_are_scaled_before_a_reducescatter_with_the_bits_of_allreduce():
             np.testing.assert_allclose(part, whole, rtol=1e-6)
         else:
             np.testing.assert_array_equal(part, whole)
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 3, -1 / 49])
+def test_whole_numbers_are_scaled_exactly_before_a_reducescatter(factor):
+    large = 2**53 + 49
+    x = tf.constant([large if hvd.rank() == 0 else 0] * hvd.size(), tf.int64)
+    expected = large * 3 if factor == 3.0 else int(large / Fraction(round(1 / factor)))
+    for run in (hvd.reducescatter, tf.function(hvd.reducescatter, autograph=False)):
+        assert run(x, op=hvd.Sum, prescale_factor=factor).numpy().tolist() == [expected]
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"above 2\^53 must be whole"):
+            run(tf.constant([large] * hvd.size(), tf.int64), op=hvd.Sum, prescale_factor=0.7)
 
 
 @pytest.mark.world_size(2)
