@@ -209,6 +209,13 @@ DEFECTS = (
         TRAINER,
     ),
     Defect(
+        "bucket: ranks whose weights lie otherwise in memory add up numbers that do not belong together",
+        "hvdtrain/torch/reduction/bucket.py",
+        "if any(orders) else",
+        "if False else",
+        TORCH,
+    ),
+    Defect(
         "bucket: a parameter of a new shape is sent in the old one's place",
         "hvdtrain/torch/reduction/bucket.py",
         "        self._check_shapes()\n",
