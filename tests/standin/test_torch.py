@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ("optimizer", "collectives", "join", "buckets", "broadcast", "sync_batch_norm", "uneven_gradients")
+FILES = (
+    "optimizer", "collectives", "join", "buckets", "large_buckets", "broadcast", "sync_batch_norm", "uneven_gradients"
+)  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("HVDTRAIN_TEST_LONG") != "1", reason="it takes long: make standin-torch"),
