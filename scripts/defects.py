@@ -204,7 +204,7 @@ DEFECTS = (
     Defect(
         "bucket: the last gradient of each bucket is that of an earlier step",
         "hvdtrain/torch/reduction/bucket.py",
-        "torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])",
+        "torch._foreach_copy_(self._views, self._whole() or [dense_gradient(p) for p in self.params])",
         "torch._foreach_copy_(self._views[:-1], [dense_gradient(p) for p in self.params[:-1]])",
         TRAINER,
     ),

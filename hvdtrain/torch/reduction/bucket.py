@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
@@ -50,14 +51,25 @@ class Bucket(ReductionUnit):
         orders = [wire.memory_order(param) for param in params]
         self._name = f"{names[0]}.bucket" + (f".{zlib.crc32(repr(orders).encode()):08x}" if any(orders) else "")
 
+    def _whole(self) -> list[Tensor] | None:
+        """Return the gradients if all are there and dense, as in nearly all steps; else None."""
+        whole = [grad for param in self.params if (grad := param.grad) is not None and not grad.is_sparse]
+        return whole if len(whole) == len(self.params) else None
+
+    def flags(self) -> list[bool]:
+        """Return two flags per parameter; see `ReductionUnit.flags`."""
+        if not self._flags and self._whole() is not None:
+            self._flags = [True, False] * len(self.params)
+        return super().flags()
+
+    @torch.no_grad()  # gradients have histories after a backward with create_graph=True
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
         self._drain()
         self.flags()
         if [p.shape for p in self.params] != self._shapes:
             self._check_shapes()
-        # Without their histories, which a backward with create_graph=True has left on them.
-        torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])
+        torch._foreach_copy_(self._views, self._whole() or [dense_gradient(p) for p in self.params])
         self._direct = self.how.send(self._flat, self._name)
 
     def _check_shapes(self) -> None:
@@ -75,6 +87,7 @@ class Bucket(ReductionUnit):
         received: list[float] = self._header.tolist()
         return received
 
+    @torch.no_grad()
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and copy the results into the gradients; see `ReductionUnit.finish`."""
         engine.native().synchronize(self._direct)  # at once, where `exchange` has waited already
@@ -82,16 +95,11 @@ class Bucket(ReductionUnit):
             self._result.copy_(self._flat)
         if correction != 1.0:
             self._result.mul_(correction)
-        gradients = []
-        results = []
+        whole = self._whole()
+        if whole is not None and (present is None or all(present)):
+            torch._foreach_copy_(whole, self._results)
+            return
         for index, (param, result) in enumerate(zip(self.params, self._results, strict=True)):
-            grad = param.grad
-            if not (grad is not None if present is None else present[index]):
-                continue
-            if grad is not None and not grad.is_sparse:
-                gradients.append(grad.detach())
-                results.append(result)
-            else:
-                store_gradient(param, result.clone())  # a copy, because the next step overwrites the bucket
-        if gradients:
-            torch._foreach_copy_(gradients, results)
+            if param.grad is not None if present is None else present[index]:
+                # A copy where there is no gradient yet, because the next step overwrites the bucket.
+                store_gradient(param, result.clone() if param.grad is None else result)

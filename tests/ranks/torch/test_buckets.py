@@ -174,6 +174,18 @@ def test_a_gradient_that_becomes_sparse_in_a_bucket_is_reduced(hvd, rank, size):
 
 
 @pytest.mark.usefixtures("sizes")
+def test_gradients_with_a_history_are_reduced_in_a_bucket(hvd, rank, size):
+    model = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    optimizer = wrap(hvd, model)
+    for _ in range(3):
+        for layer in model:  # as after a backward with create_graph=True
+            layer.weight.grad = layer.weight * 0 + rank
+        optimizer.synchronize()
+        for layer in model:
+            assert layer.weight.grad.item() == pytest.approx((size - 1) / 2)
+
+
+@pytest.mark.usefixtures("sizes")
 def test_parameters_added_later_are_reduced_beside_the_buckets(hvd, rank, size):
     model, late = Many(), torch.nn.Linear(1, 1, bias=False)
     optimizer = wrap(hvd, model)
