@@ -226,9 +226,16 @@ DEFECTS = (
     Defect(
         "bucket: the last gradient of each bucket is that of an earlier step",
         "hvdtrain/torch/reduction/bucket.py",
-        "torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])",
+        "torch._foreach_copy_(self._views, self._whole() or [dense_gradient(p) for p in self.params])",
         "torch._foreach_copy_(self._views[:-1], [dense_gradient(p) for p in self.params[:-1]])",
         TRAINER,
+    ),
+    Defect(
+        "bucket: ranks whose weights lie otherwise in memory add up numbers that do not belong together",
+        "hvdtrain/torch/reduction/bucket.py",
+        "if any(orders) else",
+        "if False else",
+        TORCH,
     ),
     Defect(
         "bucket: a parameter of a new shape is sent in the old one's place",

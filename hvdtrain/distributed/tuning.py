@@ -135,11 +135,11 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
         wanted |= _BETWEEN_HOSTS | network.without_bridges(os.environ)
     elif not any(name.startswith(_PMIX) for name in os.environ):
         wanted |= _ALONE
-    if not nccl and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
+    if (not nccl or engine == "torch") and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
         # By the build, not by this rank's GPU: ranks that fuse differently would wait for each other for ever.
         # Small gradients are sent in hvdtrain's buckets, and large ones gain nothing from a copy. Which tensors Horovod
-        # fuses depends on timing. On three ranks or more, so does the order in which MPI and Gloo add, and the last bit
-        # of the weights. Without fusion a tensor also starts a cycle at once. Autotuning cannot change what is set.
+        # fuses depends on timing. On three ranks or more, so does the order in which they are added up, and the last
+        # bit of the weights. Without fusion a tensor also starts a cycle at once. Autotuning cannot change what is set.
         wanted[FUSION] = "0"
     given = {variable: os.environ[variable] for variable in wanted if variable in os.environ}
     wanted = {**open_mpi.for_both({**wanted, **given}), **wanted}

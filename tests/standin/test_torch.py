@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torch_library import TorchLibrary
 
 ROOT = Path(__file__).parents[2]
-FILES = ("optimizer", "collectives", "join", "buckets", "broadcast", "sync_batch_norm", "uneven_gradients")
+FILES = (
+    "optimizer", "collectives", "join", "buckets", "large_buckets", "broadcast", "sync_batch_norm", "uneven_gradients"
+)  # fmt: skip
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 
 pytestmark = [

@@ -12,6 +12,7 @@ from keras.src.backend.torch.core import get_device
 from packaging.version import Version
 
 from hvdtrain.distributed import gpu_path, watchdog
+from hvdtrain.distributed.buckets import ON_GPU
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.keras import basics
 from hvdtrain.keras.backends import (  # noqa: F401 - part of each backend
@@ -156,7 +157,9 @@ def start(
         return lambda: [mean.to(g.dtype) for mean, g in zip(means(), gradients, strict=True)]
     common: dict[str, Any] = {"op": how.op, **how.scales, **in_set(how.process_set)}
     groups = how.buckets(variables)
-    buckets = by_dtype(groups or small_together([w.nbytes for w in wires]), [str(w.dtype) for w in wires])
+    sizes = [w.nbytes for w in wires]
+    on_gpu = {"limit": ON_GPU.alone, "room": ON_GPU.bucket} if any(w.is_cuda for w in wires) else {}
+    buckets = by_dtype(groups or small_together(sizes, **on_gpu), [str(w.dtype) for w in wires])
     handles = []
     for bucket in buckets:
         first, others = bucket[0], len(bucket) - 1

@@ -12,20 +12,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hvdtrain.distributed.buckets import fill_in_order
-from hvdtrain.torch.ops.wire import REDUCED
+from hvdtrain.distributed.buckets import ON_GPU, ON_HOST, Limits, fill_in_order
+from hvdtrain.torch.ops.wire import REDUCED, from_order, in_order, memory_order, reduced_as
 
 _T = TypeVar("_T")
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
-# Below the first size, copying a gradient is cheaper than sending it alone: two passes through the cache against 20 us
-# of Python and a negotiation. The second is the largest size of a bucket.
-_SMALL_BYTES = 2**18
-_BUCKET_BYTES = 2**20
-# All ranks wait for backward's last bucket, so it is small: other gradients are sent earlier.
-_LAST_BYTES = 2**15
-# A model this small uses one bucket: another negotiation would cost more than it hides.
-_TINY_BYTES = 2**19
+
+def limits(device: torch.device) -> Limits:
+    """Return the limits of gradients on this device."""
+    return ON_HOST if device.type == "cpu" else ON_GPU
 
 
 def flat(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -37,6 +33,17 @@ def parts(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return views of these shapes of the beginning of a flat tensor, one after the other."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+
+
+def places(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a view of a flat tensor for each of `tensors`, one after the other, in the order that it has in memory.
+
+    So a gradient in channels_last is copied as it lies: on a GPU with all others of the bucket, by one kernel.
+    """
+    orders = [memory_order(each) for each in tensors]
+    pairs = list(zip(tensors, orders, strict=True))
+    views = parts(flat, [each.shape if order is None else in_order(each, order).shape for each, order in pairs])
+    return [view if order is None else from_order(view, order) for view, order in zip(views, orders, strict=True)]
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
@@ -54,7 +61,7 @@ def kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
 
 def small_together(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return positions in groups: each large tensor alone, then small ones of one type and device together."""
-    is_small = [tensor.nbytes < _SMALL_BYTES for tensor in tensors]
+    is_small = [tensor.nbytes < ON_HOST.alone for tensor in tensors]
     large = [[index] for index, small in enumerate(is_small) if not small]
     return [*large, *alike(itertools.compress(range(len(tensors)), is_small), lambda index: kind(tensors[index]))]
 
@@ -86,10 +93,11 @@ def filled(params: Sequence[_Tensor], most_bytes: int) -> list[list[_Tensor]]:
 
 def buckets(params: Iterable[_Tensor]) -> list[list[_Tensor]]:
     """Return the small ones among `params` in buckets of one type and device, in about the order of backward."""
-    native = [param for param in reversed(list(params)) if param.dtype in REDUCED]
-    is_tiny = sum(param.nbytes for param in native) <= _TINY_BYTES
-    small = [param for param in native if is_tiny or param.nbytes < _SMALL_BYTES]
-    filled = [bucket for group in alike(small, kind) for bucket in _filled(group, _BUCKET_BYTES)]
+    native = [param for param in reversed(list(params)) if reduced_as(param.dtype) in REDUCED]
+    size = sum(param.nbytes for param in native)
+    is_tiny = all(size <= limits(param.device).tiny for param in native)
+    small = [param for param in native if is_tiny or param.nbytes < limits(param.device).alone]
+    filled = [bucket for group in alike(small, kind) for bucket in _filled(group, limits(group[0].device).bucket)]
     packed = [bucket for bucket in filled if len(bucket) > 1]
     return packed if is_tiny or not packed else packed[:-1] + _split_end(packed[-1])
 
@@ -100,8 +108,8 @@ def _filled(tensors: Sequence[_Tensor], most_bytes: int) -> list[list[_Tensor]]:
 
 
 def _split_end(params: list[_Tensor]) -> list[list[_Tensor]]:
-    """Split a bucket: the second part has backward's last gradients, if possible at most `_LAST_BYTES`."""
-    room, first = _LAST_BYTES, len(params)
+    """Split a bucket: the second part has backward's last gradients, if possible no more than `Limits.last`."""
+    room, first = limits(params[0].device).last, len(params)
     while first > 0 and (room := room - params[first - 1].nbytes) >= 0:
         first -= 1
     first = min(first, len(params) - 1)

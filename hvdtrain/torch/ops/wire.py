@@ -15,6 +15,11 @@ _MOVED = {*REDUCED, *_SMALL_INTEGERS}
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
+def reduced_as(dtype: torch.dtype) -> torch.dtype:
+    """Return the type as which numbers of a type travel to be added up: `dtype` where Horovod knows it."""
+    return _REDUCED_AS.get(dtype, dtype)
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """Return complex numbers as pairs of real ones, of the same memory if possible; other tensors as they are."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

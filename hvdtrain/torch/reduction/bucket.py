@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.torch.ops import engine, pack
+from hvdtrain.torch.ops import engine, pack, wire
 from hvdtrain.torch.reduction.reduction_unit import ReducerOptions, ReductionUnit, dense_gradient, store_gradient
 
 
@@ -19,10 +21,13 @@ def can_pack(options: ReducerOptions) -> bool:
     return options.groups in (None, 0) and (compressor.is_cast or compressor.bucket_bytes > 0)
 
 
+def _wire_type(param: Parameter, options: ReducerOptions) -> torch.dtype:
+    return wire.reduced_as(options.compression.wire_type(param.dtype))
+
+
 def can_carry_flags(param: Parameter, options: ReducerOptions) -> bool:
     """Return whether a bucket can carry counts: on a GPU the host would wait for them; float16 counts to 2048 only."""
-    wire_type = options.compression.wire_type(param.dtype)
-    return param.device.type == "cpu" and wire_type in (torch.float32, torch.float64)
+    return param.device.type == "cpu" and _wire_type(param, options) in (torch.float32, torch.float64)
 
 
 class Bucket(ReductionUnit):
@@ -33,24 +38,39 @@ class Bucket(ReductionUnit):
     ) -> None:
         super().__init__(params, names, options, scale)
         self._shapes = [p.shape for p in params]
-        dtype, wire_type = params[0].dtype, options.compression.wire_type(params[0].dtype)
+        dtype, wire_type = params[0].dtype, _wire_type(params[0], options)
         self._flat = torch.zeros(header + sum(p.numel() for p in params), dtype=wire_type, device=params[0].device)
         # In NumPy, where a small operation costs a tenth of torch's.
         self._header = self._flat[:header].numpy() if header else np.zeros(0)
         # The reduced gradients in their own type, in which they may still be multiplied.
         self._result = self._flat if dtype is wire_type else torch.zeros_like(self._flat, dtype=dtype)
         self.nbytes = self._flat.nbytes + (0 if self._result is self._flat else self._result.nbytes)
-        self._views, self._results = (pack.parts(flat[header:], self._shapes) for flat in (self._flat, self._result))
+        self._views, self._results = (pack.places(flat[header:], params) for flat in (self._flat, self._result))
+        # Ranks agree on the order of dimensions in memory when they begin. One whose weights were moved since would
+        # add up numbers that do not belong together: it waits for an operation of its own name, and says so.
+        orders = [wire.memory_order(param) for param in params]
+        self._name = f"{names[0]}.bucket" + (f".{zlib.crc32(repr(orders).encode()):08x}" if any(orders) else "")
 
+    def _whole(self) -> list[Tensor] | None:
+        """Return the gradients if all are there and dense, as in nearly all steps; else None."""
+        whole = [grad for param in self.params if (grad := param.grad) is not None and not grad.is_sparse]
+        return whole if len(whole) == len(self.params) else None
+
+    def flags(self) -> list[bool]:
+        """Return two flags per parameter; see `ReductionUnit.flags`."""
+        if not self._flags and self._whole() is not None:
+            self._flags = [True, False] * len(self.params)
+        return super().flags()
+
+    @torch.no_grad()  # gradients have histories after a backward with create_graph=True
     def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
         """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
         self._drain()
         self.flags()
         if [p.shape for p in self.params] != self._shapes:
             self._check_shapes()
-        # Without their histories, which a backward with create_graph=True has left on them.
-        torch._foreach_copy_(self._views, [dense_gradient(p) for p in self.params])
-        self._direct = self.how.send(self._flat, f"{self.names[0]}.bucket")
+        torch._foreach_copy_(self._views, self._whole() or [dense_gradient(p) for p in self.params])
+        self._direct = self.how.send(self._flat, self._name)
 
     def _check_shapes(self) -> None:
         for name, param, shape in zip(self.names, self.params, self._shapes, strict=True):
@@ -67,6 +87,7 @@ class Bucket(ReductionUnit):
         received: list[float] = self._header.tolist()
         return received
 
+    @torch.no_grad()
     def finish(self, present: Sequence[bool] | None, correction: float) -> None:
         """Wait, and copy the results into the gradients; see `ReductionUnit.finish`."""
         engine.native().synchronize(self._direct)  # at once, where `exchange` has waited already
@@ -74,16 +95,11 @@ class Bucket(ReductionUnit):
             self._result.copy_(self._flat)
         if correction != 1.0:
             self._result.mul_(correction)
-        gradients = []
-        results = []
+        whole = self._whole()
+        if whole is not None and (present is None or all(present)):
+            torch._foreach_copy_(whole, self._results)
+            return
         for index, (param, result) in enumerate(zip(self.params, self._results, strict=True)):
-            grad = param.grad
-            if not (grad is not None if present is None else present[index]):
-                continue
-            if grad is not None and not grad.is_sparse:
-                gradients.append(grad.detach())
-                results.append(result)
-            else:
-                store_gradient(param, result.clone())  # a copy, because the next step overwrites the bucket
-        if gradients:
-            torch._foreach_copy_(gradients, results)
+            if param.grad is not None if present is None else present[index]:
+                # A copy where there is no gradient yet, because the next step overwrites the bucket.
+                store_gradient(param, result.clone() if param.grad is None else result)

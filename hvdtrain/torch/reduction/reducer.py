@@ -253,13 +253,14 @@ class Reducer:
 
     def _on_gradient(self, param: Parameter) -> None:
         self._renew()
-        if self.passes[param] >= self.passes_per_step:
+        passes = self.passes[param] + 1
+        if passes > self.passes_per_step:
             if param not in self._held_back or self._unit_of[param].is_started:
                 raise AssertionError(self._too_often(param))
             self._repeated.add(param)
         self.is_synchronized = False
-        self.passes[param] += 1
-        if self.passes[param] == self.passes_per_step:
+        self.passes[param] = passes
+        if passes == self.passes_per_step:
             unit = self._unit_of[param]
             unit.ready += 1
             is_complete = unit.ready == len(unit.params) and unit is not self._closing

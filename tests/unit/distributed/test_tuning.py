@@ -120,10 +120,11 @@ def test_ranks_of_several_hosts_keep_the_users_way_to_send(monkeypatch):
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_a_build_with_nccl_fuses_as_horovod_does_on_every_rank(gpu, monkeypatch):
+@pytest.mark.parametrize(("engine", "fused"), [("torch", "0"), ("tensorflow", None)])
+def test_a_build_with_nccl_fuses_alike_on_every_rank_and_nothing_of_torch(gpu, engine, fused, monkeypatch):
     launched(monkeypatch, ONE_HOST)
-    prepare(host=Host(gpu=gpu), nccl=True)
-    assert tuning.FUSION not in os.environ
+    prepare(engine, Host(gpu=gpu), nccl=True)
+    assert os.environ.get(tuning.FUSION) == fused
 
 
 @pytest.mark.parametrize(
