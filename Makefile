@@ -107,7 +107,7 @@ tooling: $(STAMP) ## What the project uses itself: the harness of the rank tests
 e2e-all: $(STAMP) ## Also those that prove a claim once more, with another launcher, signal or Keras backend
 	HVDTRAIN_TEST_LONG=1 python -m pytest tests/e2e
 
-standin: $(STAMP) ## Horovod's core as for GPUs, on a stand-in for CUDA and NCCL: order, numbers, failures (3 minutes)
+standin: $(STAMP) ## Horovod's core as for GPUs, on a stand-in for CUDA and NCCL: order, numbers, failures (4 minutes)
 	python -m pytest -n 2 --dist worksteal --max-worker-restart 0 tests/standin/test_core.py
 
 standin-torch: $(STAMP) ## Rank tests of torch with Horovod's torch library on the stand-in (10 minutes)

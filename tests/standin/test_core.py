@@ -30,6 +30,9 @@ WAYS: dict[str, dict[str, str]] = {
     "torus": {"HOROVOD_TORUS_ALLREDUCE": "1"},
 }
 COLLECTIVES = ("reduces", "gathers", "scatters", "exchanges", "joins", "large-integers", "process-sets")
+# Without what is compiled for all tests first, which takes minutes on a busy host.
+pytestmark = pytest.mark.timeout(120, func_only=True)
+
 NCCL, GPU = "horovod/common/ops/nccl_operations.cc", "horovod/common/ops/gpu_operations.cc"
 
 
