@@ -8,6 +8,7 @@ import pytest
 import torch
 
 STEPS = 6
+OUTPUTS = 36_000
 # Relative to the largest weight: what a sum of one in a type of so many bits may change in six steps.
 CLOSE = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2}
 
@@ -15,8 +16,8 @@ CLOSE = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2}
 def deep(device, width=64):
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(3)]
-    # The last one is above what travels in buckets.
-    net = torch.nn.Sequential(torch.nn.Linear(8, width), *layers, torch.nn.Linear(width, 2000))
+    # The last one, of 9 MB, is above what travels in buckets.
+    net = torch.nn.Sequential(torch.nn.Linear(8, width), *layers, torch.nn.Linear(width, OUTPUTS))
     return net.to(device)
 
 
@@ -33,7 +34,7 @@ def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def batch(device, step, inputs=(8,), outputs=2000):
+def batch(device, step, inputs=(8,), outputs=OUTPUTS):
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(16, *inputs, generator=generator)
     return x.to(device), torch.randint(0, outputs, (16,), generator=generator).to(device)
@@ -92,6 +93,7 @@ def test_the_reduction_is_forced_and_small_gradients_share_a_bucket(hvd, device,
     sent.calls.clear()
     train(ours, optimizer, device, steps=1)
     assert sum(name.endswith(".bucket") for name in sent.names(ours)) in (1, 2)
+    assert "4.weight" in sent.names(ours)
     assert len(sent.names(ours)) < 5
 
 
