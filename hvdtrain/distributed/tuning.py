@@ -149,7 +149,7 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
     tuning.yours = [f"{variable}={os.environ[variable]}" for variable in _set(wanted)]
     _set(watchdog.horovods_limits())
     if not tuning.nccl:
-        tuning.keeps_memory = keep_freed_memory()
+        tuning.keeps_memory = keep_freed_memory(torch=engine == "torch" and not on_jax)
     tuning.put_off = host.put_off_loading()
     return tuning
 
@@ -219,7 +219,7 @@ def describe(tuning: Tuning, module: ModuleType, threads: int | None) -> str:
     return ", ".join(str(word) for word in words if word)
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(*, torch: bool) -> bool:
     """Let glibc hold freed memory for the next step; return whether it does.
 
     A step frees its activations and gradients, and the next one allocates them again. What was given back in between is
@@ -231,10 +231,8 @@ def keep_freed_memory() -> bool:
         return False
     # Older versions of glibc take no more than the second.
     done = any(mallopt(_M_MMAP_THRESHOLD, limit) == 1 for limit in (_NEARLY_ALL_BLOCKS, _SMALL_BLOCKS))
-    if done:
-        # Threads have heaps of their own, which are given back: those of TensorFlow and JAX, and Horovod's, which makes
-        # the results of allgather and alltoall.
-        mallopt(_M_ARENA_MAX, 1)
+    if done and not torch:
+        mallopt(_M_ARENA_MAX, 1)  # TensorFlow and JAX allocate on several threads, each with a heap that is given back
     return done and bool(mallopt(_M_TRIM_THRESHOLD, -1) == 1)
 
 
