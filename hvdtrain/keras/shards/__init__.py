@@ -49,7 +49,6 @@ _STALE = (
     "rank {rank}."
 )
 
-BUCKET_BYTES = 2**23  # of weights that are gathered together
 _PIECE_BYTES = 2**21  # of a value that is divided or gathered
 
 

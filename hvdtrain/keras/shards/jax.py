@@ -21,10 +21,12 @@ from hvdtrain.keras import basics, ops
 from hvdtrain.keras.backends import host_calls
 from hvdtrain.keras.backends import jax as backend
 from hvdtrain.keras.reduction import GradientReduction, by_dtype
-from hvdtrain.keras.shards import BUCKET_BYTES, Shards
+from hvdtrain.keras.shards import Shards
 
 Tensor = Any
 Array = NDArray[Any]
+
+_BUCKET_BYTES = 2**23  # of weights that are gathered together
 
 
 class _Part:
@@ -198,5 +200,5 @@ def _gather_small(
 
         return put
 
-    buckets = by_dtype(fill_in_order([w.nbytes for w in wholes], BUCKET_BYTES), [part.dtype.name for part in parts])
+    buckets = by_dtype(fill_in_order([w.nbytes for w in wholes], _BUCKET_BYTES), [part.dtype.name for part in parts])
     return itertools.starmap(begin, enumerate(buckets))

@@ -10,10 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed.buckets import fill_in_order
 from hvdtrain.keras.backends import tensorflow as backend
 from hvdtrain.keras.reduction import GradientReduction, by_dtype, small_together
-from hvdtrain.keras.shards import BUCKET_BYTES, Shards
+from hvdtrain.keras.shards import Shards
 
 Tensor = Any
 
@@ -104,8 +103,7 @@ def _gather(shards: Shards, optimizer: Any, parts: Sequence[Tensor], weights: Se
     lengths = [division.length(count) for count in counts]
     found: list[Tensor] = [None] * len(weights)
     nbytes = [count * weight.dtype.size for count, weight in zip(counts, weights, strict=True)]
-    buckets = fill_in_order(nbytes, BUCKET_BYTES)
-    for number, bucket in enumerate(by_dtype(buckets, [weight.dtype.name for weight in weights])):
+    for number, bucket in enumerate(by_dtype(small_together(nbytes), [weight.dtype.name for weight in weights])):
         sent = tf.concat([_padded(parts[i], shards.bounds(counts[i]), lengths[i]) for i in bucket], axis=0)
         received = backend.allgather(sent, f"{name}.{number}", how)
         rows = tf.reshape(received, [division.size, sum(lengths[i] for i in bucket)])
