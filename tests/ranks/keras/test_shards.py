@@ -153,7 +153,7 @@ def _counted(plain, calls):
 
 @everywhere
 def test_each_part_is_gathered_once_in_a_step(monkeypatch):
-    """A large weight by a broadcast of each part, small ones together; on TensorFlow, all together."""
+    """Small weights together. A large one by a broadcast of each part; on TensorFlow alone, which copies it less."""
     calls = []
     for place, name in GATHERS:
         monkeypatch.setattr(place, name, _counted(getattr(place, name), calls))
@@ -161,8 +161,8 @@ def test_each_part_is_gathered_once_in_a_step(monkeypatch):
     assert calls == []
     applied("Adam", steps=1, shapes=((300, 300), (11,), (5, 5)), shard_state=True)
     *broadcast, gather = (name for _, name in GATHERS)
-    expected = broadcast * hvd.size() + [gather]
-    assert calls == expected
+    large = broadcast * hvd.size() or [gather]
+    assert calls == [*large, gather]
 
 
 PARTS = {
