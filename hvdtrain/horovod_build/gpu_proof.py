@@ -225,7 +225,8 @@ def _train(path: str, fact: dict[str, Any]) -> tuple[Weights, Weights]:
     """Train all cases; add this rank's facts, and return its weights and, on rank 0, one process's."""
     world = importlib.import_module("hvdtrain.distributed.world").init("torch")
     trainings = importlib.import_module("hvdtrain.distributed.frameworks").load("torch", "gpu_proof")
-    fact |= {"rank": world.rank, "device": world.device, "is_async": trainings.is_async()}
+    is_async = importlib.import_module("hvdtrain.distributed.gpu_path").is_async()
+    fact |= {"rank": world.rank, "device": world.device, "is_async": is_async}
     if path == ELASTIC:
         sizes, *weights = trainings.lose_a_rank(world, victim=_is_victim)
         fact |= {"rank": world.rank, "sizes": sizes}

@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +32,13 @@ class Answer(NamedTuple):
     why: str
 
 
-def setup() -> dict[str, str]:
-    """Return what a proof is for, by name."""
+def setup(shown: Sequence[gpus.Gpu]) -> dict[str, str]:
+    """Return what a proof on these GPUs is for, by name."""
     drivers, _ = toolchain.gpu_drivers()
     torch = find.find_torch()
     return {
         "driver": drivers[0] if drivers else "",
-        "GPU": ", ".join(sorted({each.name for each in gpus.visible()})),
+        "GPU": ", ".join(sorted({each.name for each in shown})),
         "NCCL": find.nccl_version(),
         "torch": torch.version if torch else "",
         "hvdtrain": str(importlib.import_module("hvdtrain").__version__),
@@ -50,11 +50,12 @@ def keep(proof: Proof) -> Path:
     """Write the record of a proof on GPUs, in place of an earlier one of the same GPUs; return the file."""
     if proof.device != _DEVICE:
         raise ValueError(f"Only a proof on GPUs can be kept. Received: one on {proof.device}")
-    shown = sorted(each.uuid for each in gpus.visible())
-    name = hashlib.sha256(",".join(shown).encode()).hexdigest()[:16]
+    shown = gpus.visible()
+    uuids = sorted(each.uuid for each in shown)
+    name = hashlib.sha256(",".join(uuids).encode()).hexdigest()[:16]
     path = cache.cache_folder()[0] / _FOLDER / f"{name}.json"
     record = {
-        "device": proof.device, "time": time.time(), "gpus": shown, "ranks": proof.ranks, "setup": setup(),
+        "device": proof.device, "time": time.time(), "gpus": uuids, "ranks": proof.ranks, "setup": setup(shown),
         "failures": proof.failures,
     }  # fmt: skip
     part = path.with_suffix(f".{os.getpid()}")
@@ -67,17 +68,20 @@ def keep(proof: Proof) -> Path:
 
 def answer() -> Answer:
     """Return whether a proof holds for the GPUs that this process sees; the latest one counts."""
-    shown = {each.uuid for each in gpus.visible()}
+    shown = gpus.visible()
+    uuids = {each.uuid for each in shown}
     try:
-        records = [each for each in _records() if shown and shown <= set(each["gpus"])]
+        records = [each for each in _records() if uuids and uuids <= set(each["gpus"])]
         latest = max(records, key=lambda each: float(each["time"]), default=None)
-        return Answer(False, f"no proof for this host's GPUs: {COMMAND}") if latest is None else _judge(latest)
+        if latest is None:
+            return Answer(False, f"no proof for this host's GPUs: {COMMAND}")
+        return _judge(latest, setup(shown))
     except (BuildError, OSError, AttributeError, KeyError, TypeError, ValueError) as problem:
         return Answer(False, f"the record of this host's proof cannot be read ({problem}): {COMMAND}")
 
 
-def _judge(record: dict[str, Any]) -> Answer:
-    date, now = time.strftime("%Y-%m-%d", time.gmtime(record["time"])), setup()
+def _judge(record: dict[str, Any], now: dict[str, str]) -> Answer:
+    date = time.strftime("%Y-%m-%d", time.gmtime(record["time"]))
     then: dict[str, str] = record["setup"]
     changed = [f"{name} {then.get(name) or 'unknown'}, now {value or 'unknown'}" for name, value in now.items()
                if not value or then.get(name) != value]  # fmt: skip

@@ -14,6 +14,7 @@ import keras
 
 from hvdtrain.distributed import compression as schemes
 from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed.buckets import ON_HOST
 from hvdtrain.distributed.compression import Int8, PowerSGD, Scheme, TopK
 from hvdtrain.keras import basics
 
@@ -239,7 +240,7 @@ def reduction_of(
     )
 
 
-def small_together(nbytes: Sequence[int], *, limit: int = 2**18, room: int = 2**22) -> list[list[int]]:
+def small_together(nbytes: Sequence[int], *, limit: int = ON_HOST.alone, room: int = 2**22) -> list[list[int]]:
     """Return positions of tensors that are sent together: each large tensor alone, small ones together.
 
     A small tensor, of fewer bytes than `limit`, costs a round of messages, whatever its size; a large one a copy in and

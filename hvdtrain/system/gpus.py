@@ -45,11 +45,8 @@ def visible() -> list[Gpu]:
 
 def lost() -> str:
     """Return what nvidia-smi says of a GPU that no longer answers, and what helps; "" if all answer."""
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    lines = (done.stdout + done.stderr).splitlines()
+    done = _listing()
+    lines = [] if done is None else (done.stdout + done.stderr).splitlines()
     said = next((line.strip() for line in lines if _LOST.search(line)), "")
     where = "`dmesg | grep Xid` has the cause, a reboot helps"
     return f"a GPU no longer answers (nvidia-smi: {said}): {where}" if said else ""
@@ -88,14 +85,19 @@ def _named(name: str, cards: list[list[Gpu]]) -> Gpu | None:
 
 def _cards() -> list[list[Gpu]]:
     """Return all GPUs, each with its MIG instances behind it."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
+    done = _listing()
     cards: list[list[Gpu]] = []
-    for number, name, mig, uuid in _LISTED.findall(listed):
+    for number, name, mig, uuid in _LISTED.findall("" if done is None or done.returncode else done.stdout):
         if number:
             cards.append([Gpu(uuid, name)])
         elif cards:
             cards[-1].append(Gpu(uuid, f"{cards[-1][0].name} {mig}"))
     return cards
+
+
+def _listing() -> subprocess.CompletedProcess[str] | None:
+    """Return what nvidia-smi says of the GPUs; None where it does not run, or does not end."""
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -10,14 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.distributed import whole_factors
+from hvdtrain.distributed.whole_factors import LARGEST
 from hvdtrain.keras import basics, ops
 from hvdtrain.keras.backends import tensorflow as backend
 from hvdtrain.keras.ops import barrier
 from hvdtrain.keras.reduction import Compression, by_dtype
 
 Tensor = Any
-
-_LARGEST_WHOLE = 2**53  # up to it a float64 holds all integers
 
 __all__ = [
     "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object",
@@ -306,12 +306,11 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
 
 def _whole_scaled(numbers: Tensor, factor: float) -> Tensor:
     """Return int64 numbers times `factor`, cut; as Horovod, exact where the factor is whole or 1/n."""
-    inverse = round(1.0 / factor) if 1.0 / _LARGEST_WHOLE <= abs(factor) < 1.0 else 0
-    if inverse and factor == 1.0 / inverse:
-        return tf.truncatediv(numbers, inverse)
-    if abs(factor) <= _LARGEST_WHOLE and factor == round(factor):
-        return numbers * round(factor)
-    is_lost = tf.reduce_any((numbers > _LARGEST_WHOLE) | (numbers < -_LARGEST_WHOLE))
+    if divisor := whole_factors.divisor(factor):
+        return tf.truncatediv(numbers, divisor)
+    if (multiplier := whole_factors.multiplier(factor)) is not None:
+        return numbers * multiplier
+    is_lost = tf.reduce_any((numbers > LARGEST) | (numbers < -LARGEST))
     message = f"A factor for integers above 2^53 must be whole, or 1/n. Received: {factor}"
     with tf.control_dependencies([tf.debugging.assert_equal(is_lost, False, message)]):
         return tf.cast(tf.cast(numbers, tf.float64) * tf.constant(factor, tf.float64), tf.int64)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hvdtrain.torch as hvd
-from hvdtrain.distributed import gpu_path
 from hvdtrain.distributed.world import World
 
 Weights = dict[str, NDArray[Any]]
@@ -131,11 +130,6 @@ def lose_a_rank(world: World, *, victim: Callable[[], bool]) -> tuple[list[int],
     hvd.elastic.run(advance)(state)
     theirs, tolerance = case.theirs(state.sizes, device) if hvd.rank() == 0 else ({}, 0.0)
     return state.sizes, _weights(model), theirs, tolerance
-
-
-def is_async() -> bool:
-    """Return whether this rank's host does not wait for its GPU."""
-    return gpu_path.is_async()
 
 
 def _prepare(world: World) -> torch.device:

@@ -96,11 +96,16 @@ def make(net):
 
 @pytest.fixture
 def nvidia_smi(monkeypatch, tmp_path):
-    """Return what puts an nvidia-smi on PATH that lists these GPUs (-L) and answers each query with these lines."""
+    """Return what puts an nvidia-smi on PATH that lists these GPUs (-L) and answers each query with these lines.
+
+    The list is text, or a number of H100s.
+    """
 
     def install(listed, queried=""):
         folder = tmp_path / "driver"
         folder.mkdir(exist_ok=True)
+        if isinstance(listed, int):
+            listed = "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(listed))
         (folder / "listed").write_text(listed)
         (folder / "queried").write_text(queried)
         program = folder / "nvidia-smi"

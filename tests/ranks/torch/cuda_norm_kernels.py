@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from hvdtrain.torch.ops.norm_kernels import NormKernels
+
 
 def wide_type(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -96,3 +98,12 @@ def batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, c
     values = flat(dy) - (sum_dy / count)[:, None]
     values -= (flat(x) - mean[:, None]) * (sum_dy_xmu / count * invstd**2)[:, None]
     return like(values * (invstd if weight is None else invstd * weight)[:, None], x)
+
+
+STRICT = NormKernels(
+    batch_norm_stats,
+    batch_norm_gather_stats_with_counts,
+    batch_norm_elemt,
+    batch_norm_backward_reduce,
+    batch_norm_backward_elemt,
+)

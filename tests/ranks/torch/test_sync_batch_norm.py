@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
 
 import cuda_norm_kernels
 import pytest
 import torch
 
-from hvdtrain.torch.ops import norm_kernels, sync_batch_norm
+from hvdtrain.torch.ops import sync_batch_norm
 
 pytestmark = pytest.mark.world_size(2, 3)
 
@@ -18,9 +17,7 @@ pytestmark = pytest.mark.world_size(2, 3)
 def kernels(request, monkeypatch):
     """Run the test also with functions that take what torch's CUDA kernels take, and nothing else."""
     if request.param == "as on CUDA":
-        names = [f"batch_norm_{field.name}" for field in fields(norm_kernels.NormKernels)]
-        strict = norm_kernels.NormKernels(*[getattr(cuda_norm_kernels, name) for name in names])
-        monkeypatch.setattr(sync_batch_norm, "kernels_for", lambda tensor: strict)
+        monkeypatch.setattr(sync_batch_norm, "kernels_for", lambda tensor: cuda_norm_kernels.STRICT)
 
 
 def shares(lengths):

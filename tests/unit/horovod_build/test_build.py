@@ -18,7 +18,6 @@ from hvdtrain.horovod_build.find import Cuda, Found, Framework, Mpi, Nccl
 from hvdtrain.horovod_build.gpu_proof import Proof
 from hvdtrain.horovod_build.installed import Plane
 
-GPUS = "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(4))
 FOUND = Found(
     (Framework("torch", "2.13.0+cpu"), Framework("tensorflow", "2.21.0")),
     "g++ 12",
@@ -236,7 +235,7 @@ def gpu_host(
 ) -> SimpleNamespace:
     """A host with four GPUs, whose proofs are kept in `machine.kept`; `machine.failures` says what differs."""
     machine.kept, machine.failures = [], ()
-    nvidia_smi(GPUS, "580.65.06\n")
+    nvidia_smi(4, "580.65.06\n")
     monkeypatch.setattr(steps, "find_all", lambda **_: WITH_NCCL)
     monkeypatch.setattr(gpu_proof, "prove", lambda *, ranks: Proof("cuda", ranks, machine.failures, 60.0))
     monkeypatch.setattr(gpu_record, "keep", machine.kept.append)
@@ -255,7 +254,7 @@ def test_as_many_ranks_as_gpus_are_visible_prove_training(
 
 
 def test_at_most_eight_ranks_prove_training(gpu_host: SimpleNamespace, nvidia_smi: Callable[..., None]) -> None:
-    nvidia_smi("".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(16)))
+    nvidia_smi(16)
     build(BuildOptions())
     assert [each.ranks for each in gpu_host.kept] == [8]
 

@@ -25,17 +25,13 @@ def run(gpus: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *steps: st
     return status, json.loads(out.read_text())["steps"]
 
 
-def listed(count: int) -> str:
-    return "".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})\n" for n in range(count))
-
-
 @pytest.mark.parametrize(
     ("there", "sizes"), [(2, [2]), (3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6]), (8, [2, 4, 8]), (16, [2, 4, 8])]
 )
 def test_comparisons_are_at_2_4_and_8_ranks_as_far_as_there_are_gpus(
     gpus: ModuleType, nvidia_smi: Callable[..., None], there: int, sizes: list[int]
 ) -> None:
-    nvidia_smi(listed(there))
+    nvidia_smi(there)
     assert gpus.sizes() == sizes
     first, *_, last = gpus.comparisons()
     assert (first, last) == ((sizes[-1], "gpus-resnet50-bf16"), (2, "gpus-gpt-fp32"))
@@ -47,7 +43,7 @@ def test_one_gpu_is_sent_to_make_gpu(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    nvidia_smi(listed(4))
+    nvidia_smi(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(sys, "argv", ["gpus.py"])
     assert gpus.main() == 1
@@ -57,7 +53,7 @@ def test_one_gpu_is_sent_to_make_gpu(
 @pytest.fixture
 def four(gpus: ModuleType, nvidia_smi: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """A machine with four GPUs, on which nothing is started; the commands that would be."""
-    nvidia_smi(listed(4))
+    nvidia_smi(4)
     started: list[list[str]] = []
     monkeypatch.setattr(gpus.gpu, "build", lambda *, through_host: None)
     monkeypatch.setattr(gpus, "start", lambda command, **_: started.append(command) or '{"failures": []}')

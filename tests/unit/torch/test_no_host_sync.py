@@ -8,7 +8,6 @@ is for one. The optimizer's reducer runs too, over one process.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.world import SoloWorld
 from hvdtrain.torch.adapter import TorchAdapter, make_adapter
 from hvdtrain.torch.ops import sync_batch_norm
-from hvdtrain.torch.ops.norm_kernels import NormKernels
 from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
 from hvdtrain.torch.reduction.exchange import DenseOnly
 from hvdtrain.torch.reduction.host_mean import HostMean
@@ -108,10 +106,8 @@ def test_norms_over_all_ranks_read_nothing(
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_REDUCE_ALONE", "1")
     if kernels == "as on CUDA":
-        strict = load_script("ranks/torch/cuda_norm_kernels.py")
-        names = [f"batch_norm_{field.name}" for field in fields(NormKernels)]
-        found = NormKernels(*[getattr(strict, name) for name in names])
-        monkeypatch.setattr(sync_batch_norm, "kernels_for", lambda tensor: found)
+        strict = load_script("ranks/torch/cuda_norm_kernels.py").STRICT
+        monkeypatch.setattr(sync_batch_norm, "kernels_for", lambda tensor: strict)
     net = model()
     net[1] = SyncBatchNorm(4, momentum=momentum)
     made = adapter(torch.nn.CrossEntropyLoss(), net=net)
