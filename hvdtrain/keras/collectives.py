@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed import devices
 from hvdtrain.keras.ops import run as run
+from hvdtrain.system import gpus
 
 gpu = devices.from_driver  # TensorFlow knows neither UUID nor name before it runs
 
@@ -19,8 +20,12 @@ def has_gpu() -> bool:
 
 
 def why_not(horovod: ModuleType) -> str:
-    """Return "": without GPU operations of Horovod's, TensorFlow copies gradients to the host for those it has."""
-    return ""
+    """Return why TensorFlow, built for GPUs, finds none where there are some; "" if it finds them.
+
+    Without GPU operations of Horovod's, TensorFlow copies gradients to the host for those it has.
+    """
+    cuda = tf.sysconfig.get_build_info().get("cuda_version", "")  # of a CPU build there is none
+    return gpus.why_unusable(cuda) if cuda and not has_gpu() else ""
 
 
 def put_off_loading() -> str:
@@ -48,11 +53,11 @@ def set_threads(threads: int) -> int | None:
 
 def pick_device(local_rank: int) -> str:
     """Show TensorFlow, which must not have started, only the GPU of `local_rank`; "cpu" without a GPU."""
-    gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
+    found = tf.config.list_physical_devices("GPU")
+    if not found:
         return "cpu"
-    index = devices.gpu_of(local_rank, len(gpus))
-    tf.config.set_visible_devices(gpus[index], "GPU")
-    for gpu in gpus:  # of all, as scripts do: once TensorFlow runs, none can be changed
+    index = devices.gpu_of(local_rank, len(found))
+    tf.config.set_visible_devices(found[index], "GPU")
+    for gpu in found:  # of all, as scripts do: once TensorFlow runs, none can be changed
         tf.config.experimental.set_memory_growth(gpu, True)
     return f"cuda:{index}"

@@ -28,9 +28,17 @@ def pick_device(local_rank: int) -> str:
         return f"cuda:{taken[0].id}" if taken else "cpu"
     if not (count := _count_gpus()):
         return "cpu"
+    # JAX would warn, and compute on the host. A lost GPU among those that the launcher did not choose does no harm.
+    if why := gpus.why_unusable(_cuda(), may_be_lost=gpus.VISIBLE not in os.environ):
+        raise HvdTrainError(f"local rank {local_rank}: {why}")
     index = devices.gpu_of(local_rank, count)
     jax.config.update("jax_cuda_visible_devices", str(index))
     return f"cuda:{index}"
+
+
+def _cuda() -> str:
+    """Return the version of CUDA that JAX was built for, "13"; "" without its plugin for GPUs."""
+    return next((each for each in ("13", "12") if importlib.util.find_spec(f"jax_cuda{each}_plugin")), "")
 
 
 def _started() -> bool:
@@ -42,8 +50,7 @@ def _started() -> bool:
 def _count_gpus() -> int:
     """Return how many GPUs JAX would take, without asking it: asking starts its backend on all of them."""
     platforms = str(jax.config.jax_platforms or "cuda").split(",")
-    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    if not {"cuda", "gpu"} & set(platforms) or not any(map(importlib.util.find_spec, plugins)):
+    if not {"cuda", "gpu"} & set(platforms) or not _cuda():
         return 0
     visible = os.environ.get(gpus.VISIBLE)
     if visible is None:

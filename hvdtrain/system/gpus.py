@@ -52,17 +52,21 @@ def lost() -> str:
     return f"a GPU no longer answers (nvidia-smi: {said}): {where}" if said else ""
 
 
-def why_unusable(cuda: str) -> str:
-    """Return why a program built for this CUDA version finds no GPU where there are some; "" if they are hidden."""
+def why_unusable(cuda: str, *, may_be_lost: bool = True) -> str:
+    """Return why a program built for this CUDA version ("13.0") finds no GPU where there are some, and what helps.
+
+    "" if they are hidden, or nothing is found to be wrong. Without `may_be_lost`, only the driver is asked.
+    """
     if os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
         return ""
-    if said := lost():
-        return said
+    on_cpus = f'Or train on CPUs: {VISIBLE}=""'
+    if may_be_lost and (said := lost()):
+        return f"{said}. {on_cpus}"
     drivers, _ = toolchain.gpu_drivers()
     if drivers and (oldest := toolchain.old_driver(drivers[0], cuda)):
         return (
             f"the NVIDIA driver is {drivers[0]}, and CUDA {cuda} needs {oldest} or newer: apt-get install "
-            f"nvidia-driver-{oldest} (Ubuntu's name)"
+            f"nvidia-driver-{oldest} (Ubuntu's name). {on_cpus}"
         )
     return ""
 

@@ -47,8 +47,7 @@ def why_not(horovod: ModuleType) -> str:
         rocm = f"torch {torch.__version__} is built for AMD GPUs (ROCm {torch.version.hip})"
         return f"{rocm}, which hvdtrain does not support. Install its CUDA or CPU build, then `hvdtrain build`."
     if torch.version.cuda and not torch.cuda.is_available():
-        why = gpus.why_unusable(torch.version.cuda)
-        return f'{why}. Or train on CPUs: CUDA_VISIBLE_DEVICES=""' if why else ""
+        return gpus.why_unusable(torch.version.cuda)
     if not torch.cuda.is_available():
         return ""
     if horovod.cuda_built():

@@ -24,6 +24,8 @@ def updates(monkeypatch):
     monkeypatch.setattr(jax_device.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("HOROVOD_SIZE", "4")
+    monkeypatch.setattr(jax_device.gpus.toolchain, "gpu_drivers", lambda: (["580.65.06"], ""))
+    monkeypatch.setattr(jax_device.gpus, "lost", lambda: "")
     return seen
 
 
@@ -53,6 +55,22 @@ def test_more_local_ranks_than_gpus_are_refused(updates, monkeypatch):
     monkeypatch.setattr(jax_device.Path, "glob", lambda self, pattern: ["/dev/nvidia0", "/dev/nvidia1"])
     with pytest.raises(RuntimeError, match="local rank 2 has no GPU: this host shows 2"):
         jax_device.pick_device(2)
+
+
+def test_a_driver_too_old_for_jax_is_an_error_before_jax_falls_back_to_the_host(updates, monkeypatch):
+    monkeypatch.setattr(jax_device.gpus.toolchain, "gpu_drivers", lambda: (["515.1"], ""))
+    with pytest.raises(HvdTrainError, match=r"local rank 1: the NVIDIA driver is 515\.1, and CUDA 13 needs"):
+        jax_device.pick_device(1)
+    assert updates == {}
+
+
+def test_a_lost_gpu_ends_ranks_of_jax_unless_the_launcher_chose_theirs(updates, monkeypatch):
+    monkeypatch.setattr(jax_device.gpus, "lost", lambda: "a GPU no longer answers")
+    assert jax_device.pick_device(1) == "cuda:1"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(jax_device.Path, "glob", lambda self, pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    with pytest.raises(HvdTrainError, match="local rank 1: a GPU no longer answers"):
+        jax_device.pick_device(1)
 
 
 @pytest.mark.parametrize("how", ["platform", "hidden"])
