@@ -16,6 +16,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.distributed import whole_factors
 from hvdtrain.keras import basics
 from hvdtrain.keras.reduction import Compression, without_memory
 
@@ -60,8 +61,27 @@ def allreduce(
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     result = _run("allreduce", wire, name=name, op=op, process_set=process_set, **scales)
     if basics.running() is None and prescale_factor * postscale_factor != 1.0:
-        result = result * (prescale_factor * postscale_factor)
+        result = _scaled(_scaled(result, prescale_factor), postscale_factor)
     return result if back is None else keras.ops.cast(result, back)
+
+
+def _scaled(tensor: Any, factor: float) -> Any:
+    """Return `tensor` times `factor` in its own dtype, integers cut; exact where the factor is whole or 1/n."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    if not keras.backend.is_int_dtype(dtype):
+        return tensor * factor
+    if divisor := whole_factors.divisor(factor):
+        down = tensor // divisor
+        # `//` rounds down, and integers are cut: towards 0.
+        scaled = (
+            down if dtype.startswith("u") else keras.ops.where((down < 0) & (down * divisor != tensor), down + 1, down)
+        )
+    elif (multiplier := whole_factors.multiplier(factor)) is not None:
+        scaled = tensor * multiplier
+    else:
+        widest = "float32" if keras.config.backend() == "jax" else "float64"  # JAX has no float64 unless a flag is set
+        scaled = keras.ops.cast(tensor, widest) * factor
+    return keras.ops.cast(scaled, dtype)
 
 
 def operation(op: int | None, average: bool | None) -> int:
