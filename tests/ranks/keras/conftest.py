@@ -15,7 +15,6 @@ from keras.ops import convert_to_numpy as to_numpy
 import hvdtrain.keras as hvd
 
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # lets a test start one
-os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # lets a test add one
 hvd.init()
 
 

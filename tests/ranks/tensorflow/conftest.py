@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 import hvdtrain.tensorflow as hvd
 
-os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # lets a test add one
 hvd.init()
 
 

@@ -27,7 +27,7 @@ if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION") != "1":  # with a timeline,
 
 @pytest.fixture(scope="session")
 def hvd() -> Any:
-    hvdtrain_torch.init(process_sets="dynamic")
+    hvdtrain_torch.init()
     if os.environ.get("HVDTRAIN_TEST_GPU") == "1":
         assert hvdtrain_torch.nccl_built(), "Horovod was built without NCCL: run make gpus"
         torch.cuda.set_device(hvdtrain_torch.local_rank())
