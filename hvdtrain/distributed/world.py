@@ -26,6 +26,7 @@ from hvdtrain.errors import (
     EngineConflictError,
     HorovodMismatchError,
     HorovodMissingError,
+    HvdTrainError,
     LaunchError,
     NotInitializedError,
 )
@@ -59,10 +60,12 @@ class World:
         seed: default seed of the order of samples.
         data_set: the process set of Horovod's over which this rank's replicas divide the data; None for all ranks.
             `DataRanks` are these.
+        grid: how a `hvdtrain.torch.grid.Grid` divides the model, in words: "stages=2"; "" if each rank has it whole.
     """
 
     seed: int | None = None
     data_set: Any = None
+    grid: str = ""
 
     def __init__(self, engine: str, horovod: ModuleType, device: str) -> None:
         self.engine = engine
@@ -353,6 +356,15 @@ def current() -> World:
     if _world is None:
         raise NotInitializedError
     return _world
+
+
+def refuse_grid(what: str, instead: str) -> None:
+    """Raise HvdTrainError if a Grid divides the model, and `what` takes every rank's for a whole one."""
+    if _world is not None and _world.grid:
+        raise HvdTrainError(
+            f"{what} takes every rank's model for a whole one, and a Grid divides it. {instead}. Received: "
+            f"Grid({_world.grid}), on rank {_world.rank}"
+        )
 
 
 def use(world: World | None) -> None:

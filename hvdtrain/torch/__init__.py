@@ -71,7 +71,7 @@ _AFTER_INIT = (
     "add_process_set", "cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size",
     "mpi_threads_supported", "rank", "remove_process_set", "size", "start_timeline", "stop_timeline",
 )  # fmt: skip
-_SUBMODULES = ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
+_SUBMODULES = ("compression", "elastic", "functions", "grid", "mpi_ops", "optimizer", "sync_batch_norm")
 sys.modules[f"{__name__}.mpi_ops"] = sys.modules[__name__]  # for scripts that import from horovod.torch.mpi_ops
 
 __all__ = [
@@ -89,6 +89,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"hvdtrain.torch.{name}")
+    if name == "Grid":  # it imports torch's tools for models in parts, which take half a second
+        return importlib.import_module("hvdtrain.torch.grid").Grid
     if name in _ENGINE_NAMES:
         for home in (module(), sys.modules.get(f"{module().__name__}.mpi_ops")):
             if hasattr(home, name):
@@ -98,7 +100,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_ENGINE_NAMES, *_SUBMODULES})
+    return sorted({*__all__, "Grid", *_ENGINE_NAMES, *_SUBMODULES})
 
 
 if "HVDTRAIN_STEP_TIMES" in os.environ:  # `hvdtrain bench --script`

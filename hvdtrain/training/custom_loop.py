@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.adapter import framework_of
 from hvdtrain.distributed import frameworks
-from hvdtrain.distributed.world import init
+from hvdtrain.distributed.world import init, refuse_grid
 
 
 def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32, rank_streams: bool = True) -> tuple[Any, ...]:
@@ -32,6 +32,7 @@ def prepare(model: Any, optimizer: Any, *data: Any, batch_size: int = 32, rank_s
     """
     framework = framework_of(model)
     world = init(framework)
+    refuse_grid("hvdtrain.prepare", "See the methods of the Grid")
     prepared: tuple[Any, ...] = frameworks.load(framework, "prepare").prepare(
         model, optimizer, data, batch_size=batch_size, rank_streams=rank_streams, world=world
     )

@@ -16,7 +16,7 @@ from hvdtrain.data.workers import warn_of_stale_epochs
 from hvdtrain.distributed import agreement, frameworks, launch_environment
 from hvdtrain.distributed.compression import Scheme
 from hvdtrain.distributed.data_ranks import DataRanks
-from hvdtrain.distributed.world import World, init_if_missing
+from hvdtrain.distributed.world import World, init_if_missing, refuse_grid
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.sync import as_strategy
 from hvdtrain.sync.balance import Balance, check_balance
@@ -142,6 +142,7 @@ class Trainer:
     ) -> None:
         self.model = model
         self.world: World = init_if_missing(framework_of(model))
+        refuse_grid("hvdtrain.Trainer", "Train it in a loop of your own")
         self.epochs: int | None = 0
         self.hosts: list[str] = []
         self.steps_per_epoch: int | None = None

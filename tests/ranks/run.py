@@ -69,6 +69,8 @@ class Group:
 GROUPS = (
     Group("torch", "torch", "torch"),
     Group("torch-gloo", "torch", "torch", None, ("--gloo",), marks={2: "over_gloo"}, sizes=(2,)),
+    # Replicas of two ranks each.
+    Group("torch-grid", "torch", "torch", marks={4: EVERY_TEST}, sizes=(4,)),
     # Of Keras's backends torch starts in the least time and compiles nothing; TensorFlow traces for a second a test.
     Group(
         "keras-tensorflow",

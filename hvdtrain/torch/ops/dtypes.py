@@ -32,6 +32,7 @@ _NUMPYS = frozenset(
 def check(model: nn.Module, *, precision: str = "fp32") -> None:
     """Raise ValueError if a parameter or a buffer has a type or layout that cannot be trained or saved; names it."""
     tensors: Iterable[tuple[str, Tensor]] = (*names.parameters(model), *names.buffers(model))
+    refuse_divided(tensors)
     for name, tensor in tensors:
         if tensor.dtype not in _NUMPYS and tensor.dtype not in _WIDER and tensor.dtype not in _BYTES:
             raise ValueError(
@@ -47,6 +48,16 @@ def check(model: nn.Module, *, precision: str = "fp32") -> None:
             raise ValueError(
                 f"torch's loss scaling takes no complex gradients. Received: precision='fp16', and {name} of type "
                 f"{tensor.dtype}. Use precision='bf16' or 'fp32'."
+            )
+
+
+def refuse_divided(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a tensor that torch has divided over ranks (DTensor); names it."""
+    for name, tensor in named:
+        if hasattr(tensor, "device_mesh"):
+            raise ValueError(
+                f"torch has divided {name} over {tensor.device_mesh}, and each rank has a part. Step with the plain "
+                "optimizer after grid.average_gradients(parameters): see hvdtrain.torch.grid.Grid."
             )
 
 

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from hvdtrain.distributed import launch_environment, watchdog
 from hvdtrain.distributed.agreement import first_difference
+from hvdtrain.distributed.world import refuse_grid
 from hvdtrain.errors import DesyncError
 from hvdtrain.torch.ops import dtypes, engine, lazy, names
 from hvdtrain.torch.ops.compression import Compression, resolve
@@ -289,12 +290,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             Adasum over Gloo.
         DesyncError: on every rank, if ranks have different parameters; names the first.
     """
+    if process_set is None:
+        refuse_grid("A DistributedOptimizer over all ranks", "Pass process_set=grid.process_set")
     process_set = engine.global_set(process_set)
     if num_groups != 0:
         warnings.warn("num_groups is Horovod's old word. Use groups.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     _check_options(op, gradient_predivide_factor, backward_passes_per_step, groups)
     named = _name_parameters(optimizer, named_parameters)
+    dtypes.refuse_divided(named)
     _check_agreement(named, process_set)
     bound = resolve(compression).bind([name for name, _ in named])
     options = ReducerOptions(

@@ -1,4 +1,4 @@
-"""Operations on more numbers, or bytes, than an int counts: they move all of them, or all ranks refuse them and can continue.
+"""Operations on more numbers, or bytes, than an int counts: all of them move, or all ranks refuse and can continue.
 
 Pages that nobody writes take no memory, so the tests write no more than they have to.
 """

@@ -1,0 +1,208 @@
+"""Grid: what a script with a model larger than a device asks for its ranks."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed.world import init
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.grid import groups
+from hvdtrain.torch.grid.layout import AXES, Layout
+from hvdtrain.torch.ops import engine, gather_ops, reduce_ops
+
+log = logging.getLogger("hvdtrain")
+
+
+class Grid:
+    """The ranks of a job as replicas of a model, each of several ranks: stages, shards, tensor parts, or a combination.
+
+    Within a replica the model is divided by torch: `torch.distributed.pipelining`, `fully_shard`, `parallelize_module`.
+    Across replicas gradients are averaged by Horovod. torch.distributed runs on the job's Horovod, so nothing else has
+    to be started or configured. A collective; make one Grid, after `hvdtrain.init` and before the model.
+
+    Ranks of a tensor group are neighbours, then those of a shard group, then stages, then replicas. Ranks of one host
+    are placed together, in whatever order the launcher numbered them.
+
+    Args:
+        stages: parts of the model, one behind the other, for `torch.distributed.pipelining`.
+        shard: ranks that share out each weight, for `fully_shard`. Each computes with data of its own.
+        tensor: ranks that share out the computation of a layer, for `parallelize_module`.
+
+    Attributes:
+        replicas, stages, shards, tensors: the lengths of the axes.
+        replica, stage, shard, tensor: this rank's place along each.
+        data_rank, data_size: rank and num_replicas for a sampler: this rank's number among those that divide the data
+            (replicas and shards), and how many there are. Ranks of other stages or tensor parts get the same data.
+
+    Raises:
+        ValueError: the number of ranks is no multiple of stages x shard x tensor; with the numbers that are.
+        HvdTrainError: torch.distributed is initialised already, or the job is elastic.
+    """
+
+    def __init__(self, *, stages: int = 1, shard: int = 1, tensor: int = 1) -> None:
+        world = init("torch")
+        if launch_environment.is_elastic():
+            raise HvdTrainError(
+                "A rank of a Grid may hold a part of the model that no other rank has, so an elastic job could not "
+                "continue without it. Launch with a fixed number of ranks. Received: an elastic job, on rank "
+                f"{world.rank}"
+            )
+        hosts = [each["host"] for each in world.allgather_object({"host": socket.gethostname()}, name="grid.hosts")]
+        self._world = world
+        self._layout = layout = Layout.of(hosts, stages=stages, shard=shard, tensor=tensor)
+        self.replicas, self.stages, self.shards, self.tensors = map(layout.length, AXES)
+        place = layout.place(world.rank)
+        self.replica, self.stage, self.shard, self.tensor = (place[axis] for axis in AXES)
+        data = layout.group(world.rank, "replica", "shard")
+        self.data_rank, self.data_size = data.index(world.rank), len(data)
+        groups.start(_groups(layout), device=world.device)
+        self._mesh = DeviceMesh(torch.device(world.device).type, torch.tensor(layout.ranks), mesh_dim_names=AXES)
+        world.grid = self._in_words()
+        if world.is_root:
+            self._say()
+
+    def mesh(self, *axes: str) -> DeviceMesh:
+        """Return torch's mesh of the ranks that differ from this one along these axes only.
+
+        Args:
+            axes: of "replica", "stage", "shard" and "tensor", in this order. `fully_shard` takes `mesh("shard")`, or
+                `mesh("replica", "shard")`: then it averages over replicas itself.
+        """
+        if not axes or list(axes) != [axis for axis in AXES if axis in axes]:
+            raise ValueError(f"mesh takes names of {', '.join(AXES)}, in this order. Received: {', '.join(axes)}")
+        return self._mesh[axes]
+
+    def group(self, axis: str) -> Any:
+        """Return torch's process group along an axis, such as `group("stage")` for a PipelineStage."""
+        return self.mesh(axis).get_group()
+
+    @property
+    def process_set(self) -> Any:
+        """Horovod's process set of the ranks that hold this rank's part of the model, one in each replica."""
+        return groups.process_set(self._layout.group(self._world.rank, "replica"))
+
+    def broadcast_parameters(self, module: nn.Module) -> None:
+        """Overwrite the parameters and buffers of this rank's part with those of the first replica. A collective."""
+        if self.replicas == 1:
+            return
+        root = self._layout.group(self._world.rank, "replica")[0]
+        held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+        how = {"root_rank": root, "process_set": self.process_set}
+        handles = [
+            gather_ops.broadcast_async_(_local(value).detach(), name=f"grid.parameter.{name}", **how)
+            for name, value in held.items()
+        ]
+        for handle in handles:
+            engine.synchronize(handle)
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace the gradients by their mean over replicas, between backward and step. A collective.
+
+        A parameter without a gradient counts as zeros if another replica has one. For exact means over samples,
+        multiply each rank's loss by `loss_weight`.
+
+        Args:
+            parameters: of this rank's part of the model, the same on all replicas; their order too.
+        """
+        if self.replicas == 1:
+            return
+        trained = [each for each in parameters if each.requires_grad]
+        has = np.array([each.grad is not None for each in trained], np.int32)
+        somewhere = self._world.allreduce(has, "max", name="grid.flags", process_set=self.process_set)
+        used = [each for each, flag in zip(trained, somewhere, strict=True) if flag]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        by_dtype: defaultdict[Any, list[Tensor]] = defaultdict(list)
+        for parameter in used:
+            by_dtype[parameter.dtype].append(_local(parameter.grad))  # type: ignore[arg-type]
+        for dtype, gradients in by_dtype.items():
+            reduce_ops.grouped_allreduce_(gradients, name=f"grid.gradients.{dtype}", process_set=self.process_set)
+
+    def loss_weight(self, count: int) -> float:
+        """Return the factor for this rank's mean loss with which gradients are means over all samples. A collective.
+
+        Args:
+            count: samples in this rank's batch, or what its loss is the mean of; the same on ranks with the same data.
+        """
+        counts = self._world.allgather(np.array([count], np.int64), name="grid.counts")
+        total = sum(int(counts[rank]) for rank in self._layout.group(self._world.rank, "replica", "shard"))
+        if not total:
+            raise ValueError(f"No rank has a sample in this step. Received: count={count} on rank {self._world.rank}")
+        return count * self.data_size / total
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+        """Scale gradients to a norm over the whole model of at most `max_norm`; return the norm before. A collective.
+
+        As `torch.nn.utils.clip_grad_norm_`, over the parts of all stages and shards. Call it after `average_gradients`.
+        """
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        square = float(sum(_norm(part) ** 2 for part in _alike(gradients)))
+        if self.stages > 1:
+            ranks = groups.process_set(self._layout.group(self._world.rank, "stage"))
+            square = float(self._world.allreduce(np.array([square]), name="grid.norm", process_set=ranks)[0])
+        norm = float(np.sqrt(square))
+        factor = min(1.0, max_norm / (norm + 1e-6))  # torch's, of which 1e-6 avoids a division by 0
+        for gradient in gradients:
+            gradient.detach().mul_(factor)
+        return norm
+
+    def close(self) -> None:
+        """End torch.distributed, and give the groups back. A collective; at the end of a script it is not needed."""
+        groups.stop()
+        self._world.grid = ""
+
+    def _in_words(self) -> str:
+        lengths = {"stages": self.stages, "shard": self.shards, "tensor": self.tensors}
+        return ", ".join(f"{name}={length}" for name, length in lengths.items() if length > 1)
+
+    def _say(self) -> None:
+        layout, first = self._layout, ", ".join(map(str, self._layout.ranks[0].reshape(-1)))
+        log.info(
+            "grid: replicas=%d, %s; replica 0: ranks %s", self.replicas, self._in_words() or "one rank each", first
+        )
+        if layout.split:
+            log.warning(
+                "grid: the ranks of replica %s are on several hosts, although one host has room for a replica. Launch "
+                "a multiple of %d ranks on each host: parts of one replica exchange more than replicas do.",
+                ", ".join(map(str, layout.split)),
+                layout.ranks[0].size,
+            )
+
+
+def _groups(layout: Layout) -> set[tuple[int, ...]]:
+    """Return the groups of ranks that exchange something: along each axis, the two ends of a message, the data's."""
+    found = {group for axis in AXES for group in layout.groups(axis)} | set(layout.groups("replica", "shard"))
+    for stages in layout.groups("stage"):  # a stage sends to the next one; with several a rank, the last to the first
+        found |= {(rank, stages[(index + 1) % len(stages)]) for index, rank in enumerate(stages) if len(stages) > 1}
+    return found
+
+
+def _local(value: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that torch has divided; other tensors as they are."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Return the gradients by how torch has divided them: a norm is taken of tensors on one mesh."""
+    kinds: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        kinds[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
+    return list(kinds.values())
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    """Return the norm of tensors on one mesh, of all their parts."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
