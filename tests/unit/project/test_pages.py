@@ -68,6 +68,13 @@ def test_every_relative_link_resolves(path: Path) -> None:
             assert anchor in anchors(target), f"{path.name} links to {link}: it has {sorted(anchors(target))}"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_of_a_block_fit_the_sites_100_columns(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    blocks = [textwrap.dedent(body) for _, _, body in FENCE.findall(text)]
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > 100]
+
+
 def test_an_introduction_that_names_gpus_says_that_none_has_run_it() -> None:
     """No GPU has: whoever has run `make gpu` on one changes this test with the documents."""
     introductions = [prose(path).split("\n\n")[1] for path in (ROOT / "README.md", PAGES / "index.md")]
