@@ -76,6 +76,14 @@ def test_lines_of_a_block_fit_the_sites_100_columns(path: Path) -> None:
     assert not [line for block in blocks for line in block.splitlines() if len(line) > 100]
 
 
+@pytest.mark.parametrize("path", sorted(PAGES.rglob("*.md")), ids=lambda path: path.relative_to(PAGES).as_posix())
+def test_a_page_begins_with_a_sentence(path: Path) -> None:
+    """What the reader gets: no heading, block, table or picture."""
+    title, first = path.read_text(encoding="utf-8").split("\n\n")[:2]
+    assert re.fullmatch(r"# .+", title)
+    assert re.match(r"[\w`\[\"].*[.:]$", " ".join(first.split())), first
+
+
 def test_an_introduction_that_names_gpus_says_that_none_has_run_it() -> None:
     """No GPU has: whoever has run `make gpu` on one changes this test with the documents."""
     introductions = [prose(path).split("\n\n")[1] for path in (ROOT / "README.md", PAGES / "index.md")]
