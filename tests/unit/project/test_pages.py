@@ -185,9 +185,12 @@ def test_a_message_that_hvdtrain_does_not_have_would_be_found() -> None:
 
 
 def test_messages_in_the_index_of_the_troubleshooting_page_are_hvdtrains() -> None:
-    index = prose(PAGES / "troubleshooting.md").partition("## By message")[2].partition("Messages of others")[0]
-    rows = re.findall(r"^\| (`.+?) \| .+ \|$", index, re.MULTILINE)
+    symptoms, _, index = prose(PAGES / "troubleshooting.md").partition("## By message")
+    rows = re.findall(r"^\| (`.+?) \| .+ \|$", index.partition("Messages of others")[0], re.MULTILINE)
     assert len(rows) > 20
+    bullets = re.findall(r"- \*\*(`[^*]+`)\*\*", " ".join(symptoms.split()))
+    assert len(bullets) > 5
+    rows += bullets
     texts = [
         re.sub(r"\s+", " ", node.value)
         for file in (ROOT / "hvdtrain").rglob("*.py")
