@@ -23,8 +23,8 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted(PAGES.rglob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 
 FENCE = re.compile(r"^ *(```+|~~~+)(\w*)[^\n]*\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
