@@ -1,7 +1,7 @@
 """Tune for users, in `init`: how ranks communicate and wait, their threads, freed memory.
 
 Horovod and Open MPI read their settings from the environment when they start. The user's settings stay; the others are
-set here. benchmarks/README.md has measurements of each choice.
+set here. benchmarks/RESULTS.md has measurements of each choice.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ DOCUMENTS = [
     ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
     *sorted(PAGES.rglob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 
 FENCE = re.compile(r"^ *(```+|~~~+)(\w*)[^\n]*\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
@@ -66,6 +67,21 @@ def test_every_relative_link_resolves(path: Path) -> None:
             assert PAGES in target.parents, f"{path.name} links to {link}, which the site does not have"
         if anchor:
             assert anchor in anchors(target), f"{path.name} links to {link}: it has {sorted(anchors(target))}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_of_a_block_fit_the_sites_100_columns(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    blocks = [textwrap.dedent(body) for _, _, body in FENCE.findall(text)]
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > 100]
+
+
+@pytest.mark.parametrize("path", sorted(PAGES.rglob("*.md")), ids=lambda path: path.relative_to(PAGES).as_posix())
+def test_a_page_begins_with_a_sentence(path: Path) -> None:
+    """What the reader gets: no heading, block, table or picture."""
+    title, first = path.read_text(encoding="utf-8").split("\n\n")[:2]
+    assert re.fullmatch(r"# .+", title)
+    assert re.match(r"[\w`\[\"].*[.:]$", " ".join(first.split())), first
 
 
 def test_an_introduction_that_names_gpus_says_that_none_has_run_it() -> None:
@@ -169,9 +185,12 @@ def test_a_message_that_hvdtrain_does_not_have_would_be_found() -> None:
 
 
 def test_messages_in_the_index_of_the_troubleshooting_page_are_hvdtrains() -> None:
-    index = prose(PAGES / "troubleshooting.md").partition("## By message")[2].partition("Messages of others")[0]
-    rows = re.findall(r"^\| (`.+?) \| .+ \|$", index, re.MULTILINE)
+    symptoms, _, index = prose(PAGES / "troubleshooting.md").partition("## By message")
+    rows = re.findall(r"^\| (`.+?) \| .+ \|$", index.partition("Messages of others")[0], re.MULTILINE)
     assert len(rows) > 20
+    bullets = re.findall(r"- \*\*(`[^*]+`)\*\*", " ".join(symptoms.split()))
+    assert len(bullets) > 5
+    rows += bullets
     texts = [
         re.sub(r"\s+", " ", node.value)
         for file in (ROOT / "hvdtrain").rglob("*.py")
