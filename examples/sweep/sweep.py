@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -71,14 +72,12 @@ def main() -> int:
         if outcome.startswith("exit status"):
             failed = True
             print(f"lr {lr:g}, batch size {size}: {outcome}", file=sys.stderr)
-        else:
-            result = json.loads((folder / "result.json").read_text())
-            rows.append(
-                (result["loss"], f"{lr:7g} {size:10} {result['loss']:8.4f} {result['accuracy']:9.4f}  {outcome}")
-            )
-    print("     lr batch size     loss  accuracy")
-    for _, row in sorted(rows):
-        print(row)
+            continue
+        result = json.loads((folder / "result.json").read_text())
+        loss, accuracy = result["loss"], result["accuracy"]
+        order = math.inf if math.isnan(loss) else loss  # what diverged comes last
+        rows.append((order, f"{lr:7g} {size:10} {loss:8.4f} {accuracy:9.4f}  {outcome}"))
+    print("     lr batch size     loss  accuracy", *(row for _, row in sorted(rows)), sep="\n")
     return 1 if failed else 0
 
 

@@ -259,9 +259,9 @@ def test_killed_sweep_trains_what_is_left_and_prints_the_whole_table(tmp_path: P
         ["0.1", "64", *figures(first), "done", "before"],
         ["0.01", "64", *figures(tmp_path / "runs/sweep/lr-0.01-batch-64/result.json"), "trained"],
     ]
-    status, output = run(f"{shlex.join(sweep)} --lr 0.1 nan", tmp_path)
+    status, output = run(f"{shlex.join(sweep)} --lr 0.1 -1", tmp_path)
     assert status == 1
-    assert "lr nan, batch size 64: exit status" in output
+    assert "lr -1, batch size 64: exit status" in output
 
 
 def figures(result: Path) -> list[str]:
