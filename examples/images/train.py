@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4, help="in all, with those before a checkpoint; %(default)s")
     parser.add_argument("--batch-size", type=int, default=64, help="images a step, over all ranks; %(default)s")
-    parser.add_argument("--lr", type=float, default=0.1, help="for that batch size; %(default)s")
+    parser.add_argument("--lr", type=float, default=0.05, help="for that batch size; %(default)s")
     parser.add_argument("--workers", type=int, default=1, help="loader workers of each rank; %(default)s")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="%(default)s")
     parser.add_argument("--checkpoints", default="checkpoints/images", metavar="DIR", help="%(default)s")

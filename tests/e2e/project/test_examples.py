@@ -241,7 +241,7 @@ def test_gpt_has_one_process_perplexity_on_two_ranks_and_writes_a_sample(tmp_pat
         ranks, rest = ranks_of(lines)
         found[ranks] = float(rest.removeprefix("perplexity "))
         assert any(re.fullmatch(r"'The statement .{60,}'", line) for line in lines)
-    assert found[2] == pytest.approx(found[1], rel=1e-3)
+    assert found[2] == pytest.approx(found[1], rel=2e-4)
     assert found[1] < 20  # of 128 characters
 
 

@@ -26,6 +26,7 @@ PAGE_SKIPS = {
         "gpu: downloads gigabytes",
         "docker: tests/docker/test_images.py runs what it says",
         "docker: needs a Docker engine and GPUs",
+        "docker: needs Apptainer",
         "docker: tests/docker/test_images.py runs it for two hosts",
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",
