@@ -21,9 +21,9 @@ _SYMBOL_VERSIONS = {"GLIBC": rb"\bGLIBC_(\d+)\.(\d+)", "GLIBCXX": rb"\bGLIBCXX_(
 
 def cpu_extensions() -> tuple[str, ...]:
     """Return the extensions of this host's CPU that the compiler uses."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    present = flags[1].split() if flags else []
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        # The first core's line: on hosts with many cores the whole file takes long.
+        present = next((line.split() for line in file if line.startswith("flags")), [])
     return tuple(each for each in _CPU_EXTENSIONS if each in present)
 
 
@@ -56,7 +56,9 @@ def requirements(wheel: Path, found: Found, *, architectures: str = "") -> list[
     if found.mpi:
         lines.append(f"Open MPI {open_mpi.major(found.mpi.version)}, as here (doctor refuses another one)")
     if found.gpu and found.nccl:
-        lines.append(f"for GPUs of architectures {architectures}; NCCL {found.nccl.version.partition('.')[0]} (doctor)")
+        lines.append(
+            f"GPUs of {architectures}, and NCCL {found.nccl.version.partition('.')[0]} (doctor compares NCCL's)"
+        )
     return [*lines, "hvdtrain in this version (init warns if another makes other changes to Horovod)"]
 
 

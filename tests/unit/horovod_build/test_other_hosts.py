@@ -40,7 +40,7 @@ def test_requirements_name_whatever_must_match(tmp_path: Path, monkeypatch: pyte
     )  # fmt: skip
     said = "\n".join(other_hosts.requirements(wheel, gpu, architectures="80,90"))
     for part in ("Python 3.", "torch 2.13.0+cu130, exactly", "glibc 2.34 or newer", "GLIBCXX_3.4.30", "avx, fma",
-                 "Open MPI 5", "architectures 80,90", "NCCL 2"):  # fmt: skip
+                 "Open MPI 5", "GPUs of 80,90", "NCCL 2"):  # fmt: skip
         assert part in said
     assert "GPU" not in "".join(other_hosts.requirements(wheel, FOUND))
 
