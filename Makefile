@@ -42,7 +42,7 @@ check test unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling eng
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages engines models gpu-build-test attack faults gpu gpus gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages engines models examples gpu-build-test attack faults gpu gpus gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,10 +116,10 @@ standin-torch: $(STAMP) ## Rank tests of torch with Horovod's torch library on t
 mutants: $(STAMP) ## Put defects into a copy of the core, one at a time: tests of `make test` must catch each (ARGS="bucket loss": some)
 	python scripts/mutants.py $(ARGS)
 
-test-packages: $(STAMP) ## As root: install what tests skip without (sshd, Slurm, Java, Ray, Spark, MLflow, W&B)
+test-packages: $(STAMP) ## As root: install what tests skip without (sshd, Slurm, Java, Ray, Spark, MLflow, W&B, Jupyter)
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(TEST_PACKAGES) < /dev/null
-	$(PIP) -e ".[ray,spark,loggers]"
+	$(PIP) -e ".[ray,spark,loggers,notebook]"
 
 engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, several hosts: what this machine lacks is skipped
 	python -c "import ray, pyspark, pyarrow" 2>/dev/null || $(PIP) -e ".[ray,spark]"
@@ -134,6 +134,13 @@ models: $(STAMP) ## Models of transformers and peft (installed here), and all of
 	python -c "import transformers, peft" 2>/dev/null || $(PIP) -e ".[models]"
 	python tests/ranks/run.py --only models
 	HVDTRAIN_TEST_LONG=1 python -m pytest -q tests/unit/torch/test_every_torchmetric.py
+
+examples: $(STAMP) ## Train the gallery of examples/ for longer, on two ranks (10 minutes); examples/README.md has the results
+	rm -rf build/examples
+	mkdir -p build/examples
+	cd build/examples && $(RUN) python $(CURDIR)/examples/images/train.py --epochs 20
+	cd build/examples && $(RUN) python $(CURDIR)/examples/gpt/train.py --epochs 20
+	cd build/examples && python $(CURDIR)/examples/sweep/sweep.py --lr 0.01 0.03 0.1 0.3 1 --batch-size 16 64 256
 
 attack: $(STAMP) ## Attacks on jobs by another user of this host, with a table (as root; ARGS=--page puts it into the page)
 	python tests/attack/run.py $(ARGS)

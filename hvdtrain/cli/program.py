@@ -104,7 +104,10 @@ def build(
         bool,
         option("Accept framework versions older than tested ones, and untested ones whose proof failed.", "--force"),
     ] = False,
-    wheel_dir: Annotated[Path | None, option("Put a copy of the wheel there.", **quantity(_folder, "DIR"))] = None,
+    out: Annotated[
+        list[Path] | None,
+        option("Put a copy of the wheel there, for other hosts.", "--out", "--wheel-dir", **quantity(_folder, "DIR")),
+    ] = None,
     sdist: Annotated[Path | None, option("Horovod's sdist as a file, for machines without a network.", **FILE)] = None,
     through_host: Annotated[
         bool, option("Let GPU tensors travel through host memory: NCCL refuses two ranks on one GPU.", "--through-host")
@@ -123,15 +126,19 @@ def build(
     trains on each of them too, as hvdtrain doctor --gpu does.
 
     Example: hvdtrain build --without mpi
+
+    Example: hvdtrain build --out /shared/wheels
     """
     from hvdtrain.horovod_build.build import BuildOptions
     from hvdtrain.horovod_build.build import build as run_build
 
+    if len(folders := {*(out or ())}) > 1:
+        raise UsageError(f"the wheel goes into one folder. Received: {', '.join(map(str, out or ()))}. Give --out once")
     # The variable is for setups that run this command for the user, so that the user cannot add --without.
     left_out = {*(without or ()), *(["mpi"] if os.environ.get("HVDTRAIN_MPI") == "0" else [])}
     chosen = BuildOptions(
-        without=frozenset(left_out), rebuild=rebuild, dry_run=dry_run, force=force, wheel_dir=wheel_dir, sdist=sdist,
-        through_host=through_host, cuda_arch=cuda_arch, jobs=jobs, install=install,
+        without=frozenset(left_out), rebuild=rebuild, dry_run=dry_run, force=force, out=next(iter(folders), None),
+        sdist=sdist, through_host=through_host, cuda_arch=cuda_arch, jobs=jobs, install=install,
     )  # fmt: skip
     run_build(chosen)
 

@@ -30,7 +30,7 @@ from hvdtrain.errors import (
     LaunchError,
     NotInitializedError,
 )
-from hvdtrain.horovod_build import installed
+from hvdtrain.horovod_build import installed, other_hosts
 
 log = logging.getLogger("hvdtrain")
 
@@ -214,7 +214,7 @@ def _import_horovod(framework: Framework) -> ModuleType | None:
             f"Run `{installed.how_to_build()}` in this environment, or set HVDTRAIN_SOLO=1 to run one process on "
             "purpose."
         )
-    problem = installed.mismatch(framework)
+    problem = installed.mismatch(framework) or other_hosts.lacks() or None
     if problem is None:
         try:
             return importlib.import_module(f"horovod.{framework}")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.horovod_build import cache, changes, installed, native, owners, packages
+from hvdtrain.horovod_build import cache, changes, installed, native, other_hosts, owners, packages
 from hvdtrain.horovod_build.errors import BuildError, CompileError
 from hvdtrain.horovod_build.find import Found, find_all
 from hvdtrain.horovod_build.installed import Plane, command_for_tested
@@ -30,7 +30,7 @@ class BuildOptions:
     rebuild: bool = False  # compile even where the cache has the wheel
     dry_run: bool = False  # say what would be built, and stop
     force: bool = False  # take versions older than the tests', and leave an untested one installed if its proof failed
-    wheel_dir: Path | None = None  # put a copy of the wheel there
+    out: Path | None = None  # put a copy of the wheel there, for other hosts
     sdist: Path | None = None  # Horovod's sdist as a file, for machines without a network
     through_host: bool = False  # GPU tensors travel through host memory instead of NCCL
     cuda_arch: str | None = None  # GPU architectures, e.g. "80,90"; by default those of the GPUs that are here
@@ -43,7 +43,8 @@ def build(options: BuildOptions) -> Path | None:
     progress = BuildProgress(_STEPS)
     progress.step("Looking at what is installed")
     found = find_all(without=options.without, force=options.force, through_host=options.through_host)
-    parts = cache.key_parts(found, native.settings(found, cuda_arch=options.cuda_arch))
+    chosen = native.settings(found, cuda_arch=options.cuda_arch)
+    parts = cache.key_parts(found, chosen)
     key = cache.key_of(parts)
     home, elsewhere = cache.cache_folder()
     for line in [*describe(found), *filter(None, [elsewhere])]:
@@ -54,7 +55,12 @@ def build(options: BuildOptions) -> Path | None:
         progress.note(f"cache: {wheels / key} ({'there: nothing to compile' if hit else 'not there: would compile'})")
         for patch in () if hit else changes.read_patches():
             progress.note(f"patch {patch.name}: {patch.reason.splitlines()[0]}")
+        if options.out is not None:
+            progress.note(f"a copy of the wheel would be put into {options.out.absolute()}")
         return None
+    if options.out is not None:
+        with owners.alone():  # an error here, before the minutes of a compile
+            options.out.mkdir(parents=True, exist_ok=True)
     with owners.alone(), cache.locked(wheels, key):
         entry = None if options.rebuild else cache.load(wheels, key)
         if entry is None:
@@ -67,15 +73,27 @@ def build(options: BuildOptions) -> Path | None:
         else:
             progress.step("Taking the wheel from the cache")
             progress.note(f"compiled before in {entry.seconds:.0f} s: {entry.wheel.parent}")
-    if options.wheel_dir is not None:
-        options.wheel_dir.mkdir(parents=True, exist_ok=True)
-        progress.note(f"copied to {shutil.copy(entry.wheel, options.wheel_dir)}")
     if options.install:
         _install_and_prove(entry, found, key=key, home=home, options=options, progress=progress)
     if found.untested:
         proof = ": it was proven here, by the lines above" if options.install else ", and nothing was proven here"
         progress.note(f"No test of hvdtrain has seen {' and '.join(map(str, found.untested))}{proof}")
+    if options.out is not None:  # only now: a wheel whose proof failed is for nobody
+        needs = other_hosts.requirements(entry.wheel, found, architectures=chosen.get(native.ARCHITECTURES, ""))
+        copy = _copy(entry.wheel, options.out.absolute(), progress=progress)
+        for line in other_hosts.closing_lines(copy, needs, is_proven=options.install):
+            progress.note(line)
     return entry.wheel
+
+
+def _copy(wheel: Path, folder: Path, *, progress: BuildProgress) -> Path:
+    """Put a copy of the wheel into `folder`, whole or not at all: other hosts may read there."""
+    copy = folder / wheel.name
+    if copy.exists() and packages.sha256_of(copy) != packages.sha256_of(wheel):
+        progress.note(f"replaces another wheel of the same name, whatever that was built for: {copy}")
+    with owners.alone(), packages.filled(copy) as target:
+        shutil.copy(wheel, target)
+    return copy
 
 
 def _install_and_prove(
@@ -160,6 +178,7 @@ def record(found: Found, key: str) -> str:
             "mpi": found.mpi.version if found.mpi else "",
             "cuda": found.cuda.version if found.gpu and found.cuda else "",
             "nccl": found.nccl.version if found.gpu and found.nccl else "",
+            "cpu": " ".join(other_hosts.cpu_extensions()),
             "compiler": found.compiler,
         }
     )

@@ -22,7 +22,7 @@ from hvdtrain.horovod_build.find import Found
 
 _RECORD = "build.json"
 _USED = ("wheels", "build-tools", "sdists", "gpu-proofs")
-_CARRIED = "2"  # version of the record in a wheel, `build.record`
+_CARRIED = "3"  # version of the record in a wheel, `build.record`
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,16 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import TextIO
 
-from hvdtrain.horovod_build import owners
+from hvdtrain.horovod_build import other_hosts, owners
 from hvdtrain.horovod_build.errors import BuildError, CompileError
 from hvdtrain.horovod_build.find import Found, output_of
 from hvdtrain.system import open_mpi
 
+ARCHITECTURES = "HOROVOD_BUILD_CUDA_CC_LIST"  # the variable with the GPU architectures, "80,90"
 _PERCENT = re.compile(r"^\[\s*(\d+)%\]")
 _ERROR = re.compile(
     r"(\berror: |^CMake Error|undefined reference|No space left on device|\bKilled\b|^\w*Error: |^c\+\+: fatal|\*\*\* )"
 )
-# x86 extensions that Horovod's half-precision code is written for; the compiler uses those that this CPU has.
-_ARCH_FLAGS = ("f16c", "avx", "fma")
 
 
 class BuildProgress:
@@ -62,10 +61,7 @@ class BuildProgress:
 
 def arch_flags() -> str:
     """Return the compiler's flags for this CPU, e.g. "-mf16c -mavx -mfma"; they are part of the cache's key."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    present = flags[1].split() if flags else []
-    return " ".join(f"-m{flag}" for flag in _ARCH_FLAGS if flag in present)
+    return " ".join(f"-m{each}" for each in other_hosts.cpu_extensions())
 
 
 def cuda_architectures(found: Found, requested: str | None) -> str:
@@ -93,7 +89,7 @@ def settings(found: Found, *, cuda_arch: str | None = None) -> dict[str, str]:
         if not found.through_host:
             chosen["HOROVOD_GPU_OPERATIONS"] = "NCCL"
             chosen["HOROVOD_NCCL_LINK"] = "SHARED"
-        chosen["HOROVOD_BUILD_CUDA_CC_LIST"] = cuda_architectures(found, cuda_arch)
+        chosen[ARCHITECTURES] = cuda_architectures(found, cuda_arch)
     users = ("CXXFLAGS", "LDFLAGS", "HOROVOD_CPU_OPERATIONS")
     chosen |= {name: os.environ[name] for name in users if os.environ.get(name)}
     flags = [chosen.get("LDFLAGS", ""), *(f"-Wl,-rpath,{folder}" for folder in runpath(found))]

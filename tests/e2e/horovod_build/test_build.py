@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
+import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -21,7 +23,10 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new virtual environment that has links to all of this one's packages but Horovod and, as with uv, pip."""
-    folder = tmp_path_factory.mktemp("environment")
+    return make_environment(tmp_path_factory.mktemp("environment"))
+
+
+def make_environment(folder: Path) -> Path:
     venv.create(folder, symlinks=True)
     (own,) = folder.glob("lib/python*/site-packages")
     for package in Path(sysconfig.get_path("purelib")).iterdir():
@@ -57,6 +62,26 @@ def test_build_installs_horovod_and_proves_every_framework_over_every_data_plane
     again = hvdtrain(environment, "build", "--no-install")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "Taking the wheel from the cache" in again.stdout
+
+
+def test_the_wheel_of_one_host_serves_another_which_says_what_it_lacks(environment: Path, tmp_path: Path) -> None:
+    done = hvdtrain(environment, "build", "--no-install", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (typed,) = re.findall(r"pip install (.*) && hvdtrain doctor$", done.stdout, re.MULTILINE)
+    other = make_environment(tmp_path / "other")
+    pip = [sys.executable, "-m", "pip", "--python", str(other / "bin" / "python"), "install", "-q", "--no-index"]
+    subprocess.run([*pip, *shlex.split(typed)], check=True, timeout=100)
+    doctor = hvdtrain(other, "doctor", "--no-allreduce")
+    assert "What is installed fits together" in doctor.stdout, doctor.stdout + doctor.stderr
+
+    (metadata,) = other.glob("lib/python*/site-packages/horovod/metadata.json")
+    record = json.loads(metadata.read_text())
+    record["hvdtrain"]["cpu"] += " amx9"
+    metadata.write_text(json.dumps(record))
+    doctor = hvdtrain(other, "doctor")
+    assert doctor.returncode == 1
+    assert "built for CPUs with amx9, which this host's CPU lacks" in doctor.stdout
+    assert doctor.stdout.endswith("Training would not work. Type next:\n  hvdtrain build\n")
 
 
 def test_plain_horovodrun_works_after_build(environment: Path, tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import json
 import os
 import re
+import shlex
 import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,8 @@ import pytest
 from hvdtrain.system import log_filter, open_mpi
 
 ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = ROOT / "examples" / "mnist"
+GALLERY = ROOT / "examples"
+EXAMPLES = GALLERY / "mnist"
 HEADER = ["framework", "ranks", "loss", "accuracy", "images/s", "seconds"]
 # What horovodrun puts before a rank's line, over MPI or Gloo; also after it, where print() sent the end separately.
 LAUNCHER = r"\[(?:\d+,)?\d+\]<std(?:out|err)>:"
@@ -205,3 +209,88 @@ def test_keras_script_runs_without_horovod(tmp_path: Path) -> None:
 def test_own_loop_finds_the_same_coefficients_on_one_and_two_ranks(tmp_path: Path, launcher: str, ranks: int) -> None:
     lines = run_well(f"{launcher}python {EXAMPLES}/linear_regression.py", tmp_path)
     assert [line for line in lines if "ranks" in line] == [f"ranks {ranks}  y = 3.0000 x0 + -2.0000 x1 + 0.5000"]
+
+
+def ranks_of(lines: list[str]) -> tuple[int, str]:
+    """Return how many ranks the one line "ranks N: ..." names, and its rest."""
+    ((ranks, rest),) = [match.groups() for line in lines if (match := re.fullmatch(r"ranks (\d): (.*)", line))]
+    return int(ranks), rest
+
+
+def test_resnet_trains_the_same_numbers_on_two_ranks_and_resumes(tmp_path: Path) -> None:
+    # In double precision rounding is far below the four digits that are printed; batch norm and augmentation are not.
+    double = "import runpy, sys, torch; torch.set_default_dtype(torch.float64); sys.argv = sys.argv[1:]; "
+    script = (
+        f"python -c '{double}runpy.run_path(sys.argv[0], run_name=\"__main__\")' {GALLERY}/images/train.py --epochs 1"
+    )
+    lines = run_well(f"horovodrun -np 2 {script} --checkpoints two", tmp_path)
+    ranks, two = ranks_of(lines)
+    assert ranks == 2
+    assert any(re.match(r"epoch 1/1 .* val_accuracy", line) for line in lines)
+    assert ranks_of(run_well(f"{script} --checkpoints one", tmp_path)) == (1, two)
+    again = run_well(f"{script} --checkpoints two", tmp_path)
+    assert any("nothing is left to train with epochs=1" in line for line in again)
+    assert ranks_of(again) == (1, two)
+
+
+def test_gpt_has_one_process_perplexity_on_two_ranks_and_writes_a_sample(tmp_path: Path) -> None:
+    script = f"{GALLERY}/gpt/train.py --epochs 1"
+    found = {}
+    for launcher, folder in (("horovodrun -np 2 ", "two"), ("", "one")):
+        lines = run_well(f"{launcher}python {script} --checkpoints {folder}", tmp_path)
+        ranks, rest = ranks_of(lines)
+        found[ranks] = float(rest.removeprefix("perplexity "))
+        assert any(re.fullmatch(r"'The statement .{60,}'", line) for line in lines)
+    assert found[2] == pytest.approx(found[1], rel=2e-4)
+    assert found[1] < 20  # of 128 characters
+
+
+def test_killed_sweep_trains_what_is_left_and_prints_the_whole_table(tmp_path: Path) -> None:
+    sweep = [sys.executable, str(GALLERY / "sweep" / "sweep.py"), "--batch-size", "64", "--at-once", "1"]
+    process = subprocess.Popen([*sweep, "--lr", "0.1", "0.01"], cwd=tmp_path, start_new_session=True)
+    first = tmp_path / "runs/sweep/lr-0.1-batch-64/result.json"
+    deadline = time.monotonic() + 100
+    while not first.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    lines = run_well(f"{shlex.join(sweep)} --lr 0.1 0.01", tmp_path)
+    assert [line.split() for line in lines[1:]] == [
+        ["0.1", "64", *figures(first), "done", "before"],
+        ["0.01", "64", *figures(tmp_path / "runs/sweep/lr-0.01-batch-64/result.json"), "trained"],
+    ]
+    status, output = run(f"{shlex.join(sweep)} --lr 0.1 -1", tmp_path)
+    assert status == 1
+    assert "lr -1, batch size 64: exit status" in output
+
+
+def figures(result: Path) -> list[str]:
+    found = json.loads(result.read_text())
+    return [f"{found['loss']:.4f}", f"{found['accuracy']:.4f}"]
+
+
+def test_training_of_the_sweep_has_one_process_result_on_two_ranks(tmp_path: Path) -> None:
+    script = f"{GALLERY}/sweep/train.py --lr 0.1 --batch-size 64 --epochs 2"
+    run_well(f"horovodrun -np 2 python {script} --folder two", tmp_path)
+    run_well(f"python {script} --folder one", tmp_path)
+    one, two = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("one", "two"))
+    assert two == pytest.approx(one, abs=1e-3)
+
+
+def test_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    notebook = GALLERY / "notebook" / "train.ipynb"
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "the results are in examples/README.md"
+    if importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel"):
+        execute = (
+            "import nbclient, nbformat, sys; notebook = nbformat.read(sys.argv[1], 4); "
+            "nbclient.NotebookClient(notebook, timeout=200).execute(); "
+            "print(*(output.text for cell in notebook.cells for output in cell.get('outputs', ())))"
+        )
+        status, output = run(f"python -c {shlex.quote(execute)} {notebook}", tmp_path)
+    else:  # the same cells in one process
+        (tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in cells))
+        status, output = run("python cells.py", tmp_path)
+    assert status == 0, output[-4000:]
+    assert len(re.findall(r"epoch \d: one rank (\d\.\d{3})\d, two ranks \1", output)) == 3, output
+    assert "'0.weight': (64, 64)" in output

@@ -75,6 +75,8 @@ def test_without_a_command_the_overview_is_the_answer(call):
         ("build --without tensroflow", "Received: tensroflow. Did you mean tensorflow?"),
         ("build --sdist gone.tar.gz", "hvdtrain build: --sdist must be a file. There is none at gone.tar.gz"),
         ("build --wheel-dir /dev/null/x", "hvdtrain build: --wheel-dir must be a folder. /dev/null is a file"),
+        ("build --out /dev/null/x", "hvdtrain build: --out must be a folder. /dev/null is a file"),
+        ("build --out a --wheel-dir b", "hvdtrain build: the wheel goes into one folder. Received: a, b. Give --out"),
         ("build --cuda-arch abc", "hvdtrain build: --cuda-arch must be architectures such as 80,90. Received: abc"),
         ("bench -np two", "hvdtrain bench: -np must be a whole number. Received: two"),
         ("bench --ranks=two", "hvdtrain bench: --ranks must be a whole number. Received: two"),
@@ -106,6 +108,7 @@ def test_bad_input_is_one_line_that_says_what_to_type(call, line, said):
         ("run -np 2 -H a:{big} sh", "hvdtrain run: -H must be like host1:2,host2:2. Received: -H a:999"),
         ("run --config dir/big.yaml", "big.yaml, line 1: np must be a whole number, at least 1. Received: 999"),
         ("bench -np 2 -H a:{big}", "hvdtrain bench: -H must be like host1:2,host2:2. Received: -H a:999"),
+        ("build --out secret", "hvdtrain build: --out must be a folder that can be written. /"),
         ("bench --script dir/secret", "hvdtrain bench: --script must be a file that can be read. dir/secret cannot"),
         ("run -np 2 dir/secret.py", "the script dir/secret.py cannot be read: permission denied. Type: chmod u+r dir/"),
         ("report dir/run --out secret.html", "secret.html cannot be written: permission denied. Name a file elsewhere"),
@@ -122,6 +125,7 @@ def test_what_is_out_of_reach_or_out_of_bounds_is_one_line_too(call, monkeypatch
     Path("dir/big.yaml").write_text(f"np: {big}\n")
     for name in ("dir/secret", "dir/secret.py", "secret.html"):
         Path(name).touch()
+    Path("secret").mkdir()
     status, out, err = call(*line.format(big=big).split())
     assert (status, out) == (2, "")
     assert said in err

@@ -80,6 +80,18 @@ def test_horovod_built_for_another_version_is_refused_under_a_launcher(monkeypat
         world.load_engine("tensorflow")
 
 
+def test_horovod_built_for_another_cpu_is_refused_before_it_is_loaded(monkeypatch, caplog):
+    monkeypatch.setattr(installed, "mismatch", lambda framework: None)
+    monkeypatch.setattr(installed, "record", lambda: {"cpu": "avx amx9"})
+    monkeypatch.setattr(world.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(world.importlib, "import_module", lambda name: pytest.fail("an illegal instruction"))
+    assert world.load_engine("torch") is None
+    assert "built for CPUs with " in caplog.text
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.raises(HorovodMismatchError, match=r"amx9.*which this host's CPU lacks.*hvdtrain build"):
+        world.load_engine("torch")
+
+
 class FakeHorovod:
     """Sees one rank, whatever was launched."""
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.horovod_build import build as steps
-from hvdtrain.horovod_build import cache, gpu_proof, gpu_record, native, packages, probe
+from hvdtrain.horovod_build import cache, find, gpu_proof, gpu_record, native, packages, probe
 from hvdtrain.horovod_build.build import BuildOptions, build
 from hvdtrain.horovod_build.changes import change
 from hvdtrain.horovod_build.errors import BuildError, CompileError
@@ -200,9 +200,69 @@ def test_an_untested_version_that_does_not_compile_is_refused_with_the_last_that
 
 
 def test_a_copy_of_the_wheel_goes_where_it_was_asked_for(machine: SimpleNamespace, tmp_path: Path) -> None:
-    build(BuildOptions(wheel_dir=tmp_path / "out", install=False))
+    build(BuildOptions(out=tmp_path / "out", install=False))
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["horovod-1.whl"]
     assert (machine.installed, machine.proved) == ([], [])
+
+
+def test_the_wheel_for_other_hosts_comes_with_the_command_and_what_they_need(
+    machine: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build(BuildOptions(out=Path("out")))
+    shown = capsys.readouterr().out
+    wheel = tmp_path / "out" / "horovod-1.whl"
+    assert f"pip install --no-deps --force-reinstall {wheel} && hvdtrain doctor\n" in shown
+    for said in ("torch 2.13.0+cpu and tensorflow 2.21.0, exactly", "Open MPI 4", "proven on this host"):
+        assert said in shown
+    assert len(machine.installed) == 1
+
+
+def test_a_wheel_whose_proof_failed_is_not_handed_out(machine: SimpleNamespace, tmp_path: Path) -> None:
+    machine.broken = (("torch", "mpi"),)
+    with pytest.raises(BuildError, match="torch over mpi"):
+        build(BuildOptions(out=tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_ends_the_build_before_the_compile(
+    machine: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file/out"):
+        build(BuildOptions(out=tmp_path / "file" / "out"))
+    assert machine.compiled == 0
+
+
+def test_without_a_framework_nothing_is_made(
+    machine: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "find_all", find.find_all)
+    monkeypatch.setattr(find, "package_folder", lambda name: None)
+    with pytest.raises(BuildError, match=r"Neither torch nor tensorflow is installed.*pip install 'torch"):
+        build(BuildOptions(out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_names_the_folder_and_does_not_make_it(
+    machine: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(BuildOptions(out=tmp_path / "out", dry_run=True))
+    assert f"would be put into {tmp_path / 'out'}" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_wheel_of_the_same_name_is_replaced_with_a_line_that_says_so(
+    machine: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # the second finds its own wheel
+        build(BuildOptions(out=tmp_path, install=False))
+    assert "replaces another wheel" not in capsys.readouterr().out
+    (tmp_path / "horovod-1.whl").write_bytes(b"for another torch")
+    built = build(BuildOptions(out=tmp_path, install=False))
+    assert "replaces another wheel" in capsys.readouterr().out
+    assert built is not None
+    assert (tmp_path / "horovod-1.whl").read_bytes() == built.read_bytes()
 
 
 def test_the_wheel_carries_its_data_planes_and_versions() -> None:

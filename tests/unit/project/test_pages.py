@@ -23,6 +23,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "examples" / "README.md",
     *sorted(PAGES.rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]

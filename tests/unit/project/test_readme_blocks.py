@@ -15,13 +15,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 
 # What is left out in CI, by document, in order: nothing else may be skipped unseen.
-README_SKIPS = ["ci: .ci/run runs it"]
+README_SKIPS = [
+    "ci: .ci/run runs it",
+    "ci: tests/e2e/horovod_build and tests/e2e/project/test_package.py do it",
+]
 PAGE_SKIPS = {
     "install.md": [
         "ci: .ci/run makes the environment in its first step",
+        "ci: tests/e2e/horovod_build/test_build.py builds such a wheel and installs it in another environment",
         "gpu: downloads gigabytes",
         "docker: tests/docker/test_images.py runs what it says",
         "docker: needs a Docker engine and GPUs",
+        "docker: needs Apptainer",
         "docker: tests/docker/test_images.py runs it for two hosts",
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",

