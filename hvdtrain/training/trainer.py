@@ -142,7 +142,7 @@ class Trainer:
     ) -> None:
         self.model = model
         self.world: World = init_if_missing(framework_of(model))
-        refuse_grid("hvdtrain.Trainer", "Train it in a loop of your own")
+        refuse_grid("hvdtrain.Trainer", "Train it in a custom loop")
         self.epochs: int | None = 0
         self.hosts: list[str] = []
         self.steps_per_epoch: int | None = None

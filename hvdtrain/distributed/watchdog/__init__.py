@@ -28,8 +28,8 @@ from hvdtrain.distributed.watchdog.waits import forget_step, note_device, note_s
 from hvdtrain.system.process_tree import RUN_DIR
 
 __all__ = [
-    "LIMIT", "STALLED", "alone", "begin", "forget_step", "horovods_limits", "joined", "leave", "limit_s", "note_device",
-    "note_step", "step_done",
+    "LIMIT", "STALLED", "alone", "begin", "forget_step", "horovods_limits", "is_ending", "joined", "leave", "limit_s",
+    "note_device", "note_step", "step_done",
 ]  # fmt: skip
 
 log = logging.getLogger("hvdtrain")
@@ -61,6 +61,11 @@ def limit_s() -> float:
     if not limit >= 0:
         raise ValueError(f"{LIMIT} must be a number of seconds, 0 for no limit. Received: {LIMIT}={value!r}")
     return limit or float("inf")
+
+
+def is_ending() -> bool:
+    """Return True once an error ends this process."""
+    return _watchdog is not None and _watchdog.exit is not None and _watchdog.exit.is_ending
 
 
 def horovods_limits() -> dict[str, str]:

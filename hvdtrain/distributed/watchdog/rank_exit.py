@@ -54,7 +54,7 @@ class RankExit:
     stalled_s: float = 0.0  # > 0: this rank's stall was reported, and so long others have to report theirs
     dead_threads: list[str] = field(default_factory=list)
     _pid: int = field(default_factory=os.getpid)
-    _ending: bool = False
+    is_ending: bool = False
     _hook: Any = None
 
     @property
@@ -155,7 +155,7 @@ class RankExit:
         return "another rank failed or ended first; its message, if it left one, comes before this line"
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid or self._ending:
+        if os.getpid() != self._pid or self.is_ending:
             return
         if sys.excepthook is not self._hook and getattr(sys, "last_value", None) is not None:
             # A hook that took our place has shown the exception that ends this process.
@@ -168,7 +168,7 @@ class RankExit:
 def leave(code: int, this: RankExit | None = None) -> NoReturn:
     """End this process at once with `code`, after what was registered for its exit."""
     if this is not None:
-        this._ending = True
+        this.is_ending = True
     guard = threading.Timer(_EXIT_FUNCTIONS_S, os._exit, (code,))
     guard.daemon = True
     guard.start()

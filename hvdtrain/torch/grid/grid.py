@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import socket
 from collections import defaultdict
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed import launch_environment, watchdog
 from hvdtrain.distributed.world import init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import groups
@@ -67,8 +69,9 @@ class Grid:
         data = layout.group(world.rank, "replica", "shard")
         self.data_rank, self.data_size = data.index(world.rank), len(data)
         groups.start(_groups(layout), device=world.device)
-        self._mesh = DeviceMesh(torch.device(world.device).type, torch.tensor(layout.ranks), mesh_dim_names=AXES)
+        self._mesh = DeviceMesh(torch.device(world.device).type, torch.from_numpy(layout.ranks), mesh_dim_names=AXES)
         world.grid = self._in_words()
+        atexit.register(self._wait_at_exit)
         if world.is_root:
             self._say()
 
@@ -160,8 +163,18 @@ class Grid:
 
     def close(self) -> None:
         """End torch.distributed, and give the groups back. A collective; at the end of a script it is not needed."""
+        atexit.unregister(self._wait_at_exit)
         groups.stop()
         self._world.grid = ""
+
+    def _wait_at_exit(self) -> None:
+        """Let ranks whose script ends early wait for the others: a rank that leaves ends Horovod for all.
+
+        After other stages have ended, ranks of the last one may still evaluate.
+        """
+        if not watchdog.is_ending():
+            with contextlib.suppress(Exception):  # another rank has failed, and says so itself
+                self._world.allreduce(np.zeros(1, np.int32), name="grid.end")
 
     def _in_words(self) -> str:
         lengths = {"stages": self.stages, "shard": self.shards, "tensor": self.tensors}

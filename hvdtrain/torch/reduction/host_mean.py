@@ -22,8 +22,8 @@ class HostMean(Alone):
     """Averages over the ranks of this host by two alltoalls of all ranks, which send nothing to other hosts.
 
     Each rank gets its shard of the gradients from its host's ranks, averages it, and sends them the mean. So they hold
-    the same bits. With a set of ranks for each host, Horovod's ranks would talk in every cycle, 1000 times a second, over
-    the slow link too.
+    the same bits. With a set of ranks for each host, Horovod's ranks would talk in every cycle, 1000 times a second,
+    over the slow link too.
     """
 
     def __init__(self, optimizer: Any, dense_only: DenseOnly, world: World) -> None:

@@ -31,6 +31,7 @@ PAGE_SKIPS = {
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",
     ],
+    "large-models.md": ["ci: tests/ranks/torch/test_grid.py trains both"],
     "hugging-face.md": ["ci: make models runs it where transformers is installed"],
     "data.md": ["ci: tests/engines/test_parquet.py runs it where pyarrow is installed"],
     "spark.md": ["ci: tests/engines/test_spark.py runs it where PySpark is installed"] * 2,
