@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -74,3 +75,19 @@ class _OverRanks(_ResultMetric):
             return (total / count).to(self.value.dtype)
         op = hvd.Max if self.meta.is_max_reduction else hvd.Min if self.meta.is_min_reduction else hvd.Sum
         return hvd.allreduce(self.value, op=op, name=name)
+
+
+class ComputeTogether(Callback):
+    """Computes an epoch's values on all ranks at once, before other callbacks: a progress bar reads them on rank 0."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Compute the values of training."""
+        _ = trainer.callback_metrics
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Compute the values of validation."""
+        _ = trainer.callback_metrics
+
+    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Compute the values of a test."""
+        _ = trainer.callback_metrics

@@ -141,7 +141,9 @@ def _operation(reduce_op: Any) -> int:
 def refuse_group(group: Any) -> None:
     """Raise ValueError for a process group of torch.distributed."""
     if group is not None:
-        raise ValueError(f"Process groups are torch.distributed's, and Horovod's ranks are in none. Received: {group!r}")
+        raise ValueError(
+            f"Process groups are torch.distributed's, and Horovod's ranks are in none. Received: {group!r}"
+        )
 
 
 def environment(world: World) -> HorovodEnvironment:

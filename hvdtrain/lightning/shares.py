@@ -74,8 +74,7 @@ class Share(Sampler[int]):
 def share_batches(loader: object, world: World, *, repeats: bool) -> object:
     """Put a `Share` where Lightning has put a DistributedSampler, which repeats samples; return `loader`.
 
-    A loader with a batch sampler of another type, without batches, or with a DistributedSampler(drop_last=True) stays as
-    it is.
+    A loader stays as it is if it has another batch sampler or none, or if its DistributedSampler drops samples.
     """
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler or world.size == 1:
         return loader
@@ -88,8 +87,8 @@ def share_batches(loader: object, world: World, *, repeats: bool) -> object:
     samples = sampler.dataset._sampler if draws else sampler.dataset
     order = type(sampler)(samples, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed)
     batches = loader.batch_sampler
-    options = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
-    batches.sampler = Share(order, world, repeats=repeats, draws=draws, **options)
+    length, drops = batches.batch_size, batches.drop_last
+    batches.sampler = Share(order, world, batch_size=length, drop_last=drops, repeats=repeats, draws=draws)
     return loader
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hvdtrain.torch as hvd
 from hvdtrain.lightning import gradients
-from hvdtrain.lightning.metrics import EpochValues, connect_metrics
+from hvdtrain.lightning.metrics import ComputeTogether, EpochValues, connect_metrics
 from hvdtrain.lightning.ranks import OnRanks, environment, join_ranks
 from hvdtrain.lightning.shares import share_batches, share_of
 from hvdtrain.torch.ops import names
@@ -41,6 +41,8 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         ValueError: by the Trainer: devices= or num_nodes= contradict the launcher.
     """
 
+    optimizers: list[Any]
+
     def __init__(
         self,
         *,
@@ -65,6 +67,8 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         epoch_loop = trainer.fit_loop.epoch_loop
         for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             loop._results.__class__ = EpochValues
+        if not any(isinstance(each, ComputeTogether) for each in trainer.callbacks):
+            trainer.callbacks.insert(0, ComputeTogether())
         # Lightning says that samples are repeated, which `Share` does not do.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         super().setup(trainer)
@@ -132,7 +136,7 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute gradients, and average them over ranks before a hook or a clipping sees them."""
         module, precision = self.lightning_module, self.precision_plugin
-        loss = closure_loss if self._weight == 1.0 else closure_loss * self._weight
+        loss: Tensor = closure_loss if self._weight == 1.0 else closure_loss * self._weight
         self.pre_backward(loss)
         loss = precision.pre_backward(loss, module)
         precision.backward(loss, module, optimizer, *args, **kwargs)
@@ -142,9 +146,7 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         self.post_backward(loss)
         return loss
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take a step; all ranks have the same gradients."""
         closure = gradients.averaged(closure, optimizer, self._distributed, weight=self._weight)
         with gradients.averaged_already(self._distributed):
