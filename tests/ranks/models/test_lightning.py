@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*were returned from `configure_optimizers`"),
 ]
 
-BATCH, SAMPLES, CLASSES = 4, 49, 3  # 49 leaves one sample for the last batch of 2 and of 3 ranks
+BATCH, SAMPLES, CLASSES = 4, 49, 3  # 49 leaves one sample for the last batch of 2 and of 3 ranks, 53 leaves five
 
 
 def data(samples=SAMPLES, seed=0):
@@ -80,7 +80,7 @@ class Model(LightningModule):
         made = {
             "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
             "adam": lambda p: torch.optim.Adam(p, lr=0.02),
-            "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4),
+            "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
         }[self.kind](self.parameters())
         if self.schedule == "step":
             schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
@@ -130,25 +130,24 @@ def assert_same_on_ranks(model):
         ({"optimizer": "adam", "schedule": "step"}, {"gradient_clip_val": 0.05}),
         ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
         ({}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
-        ({"optimizer": "lbfgs"}, {}),
+        ({"optimizer": "lbfgs"}, {"precision": "64-true"}),  # its steps enlarge rounding
         ({"schedule": "plateau"}, {}),
     ],
     ids=["sgd", "adam-clip-norm-schedule", "clip-value", "accumulate", "lbfgs", "plateau"],
 )
-@pytest.mark.parametrize("samples", [SAMPLES, 48])
+@pytest.mark.parametrize("samples", [SAMPLES, 53])
 def test_ranks_train_the_weights_and_log_the_values_of_one_process(world, model, options, samples):
     ours, alone = Model(seed=world.rank, **model), Model(**model)
-    epochs, tolerance = (1, 1e-5) if model.get("optimizer") == "lbfgs" else (3, 1e-6)  # its steps enlarge rounding
-    trainer = trainer_of(epochs=epochs, **options)
+    trainer = trainer_of(epochs=3, **options)
     trainer.fit(ours, *loaders(samples=samples))
-    there = train_alone(alone, samples=samples, epochs=epochs, **options)
-    assert_equal(ours, alone, tolerance)
+    there = train_alone(alone, samples=samples, epochs=3, **options)
+    assert_equal(ours, alone)
     assert_same_on_ranks(ours)
     assert trainer.callback_metrics["val_count"] == samples
     step = "loss_step"  # of this rank's last batch
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in (step, "loss")}
     wanted = {name: float(value) for name, value in there.callback_metrics.items() if name in found}
-    assert found == pytest.approx(wanted, abs=10 * tolerance)
+    assert found == pytest.approx(wanted, abs=1e-5)
     assert {"val_loss", "val_accuracy", "val_curve", "loss_epoch"} <= found.keys()
     assert trainer.global_step == there.global_step
     assert trainer.optimizers[0].param_groups[0]["lr"] == there.optimizers[0].param_groups[0]["lr"]
@@ -160,6 +159,19 @@ def test_workers_that_read_ahead_keep_the_weights_of_short_batches(world):
     trainer_of(epochs=3, val_check_interval=0.5).fit(ours, train, held_out)
     train_alone(alone, epochs=3, val_check_interval=0.5)
     assert_equal(ours, alone)
+
+
+def test_hooks_after_backward_see_the_mean_gradient(world):
+    class Noting(Model):
+        def on_after_backward(self):
+            gradients = [each.grad.clone() for each in self.parameters()]
+            for others in hvd.allgather_object(gradients):
+                assert all(torch.equal(a, b) for a, b in zip(others, gradients, strict=True))
+            self.noted = True
+
+    model = Noting(seed=world.rank)
+    trainer_of(epochs=1).fit(model, *loaders())
+    assert model.noted
 
 
 def test_bf16_mixed_and_a_grad_scaler_train_as_in_one_process(world):
