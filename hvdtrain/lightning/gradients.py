@@ -63,12 +63,35 @@ def averaged(
         loss = closure()
         for each in optimizers:  # a plain loss.backward(), of which Lightning knows nothing
             if each._hvd_reducer.is_in_flight:
+                _check_weight(weight)
                 each.synchronize()
         if isinstance(optimizer, torch.optim.LBFGS) and isinstance(loss, Tensor):  # else ranks search along other lines
-            return hvd.allreduce(loss.detach() * weight, name="lightning.closure")
+            share = loss.detach() * weight if weight else torch.zeros_like(loss)
+            return hvd.allreduce(share, name="lightning.closure")
         return loss
 
     return evaluate
+
+
+def _check_weight(weight: float) -> None:
+    """Raise RuntimeError, on all ranks, for a plain backward in a short batch, of which ranks hold unequal parts."""
+    if weight != 1.0:
+        raise RuntimeError(
+            "loss.backward() gives a short batch the weight of a whole one. Received: a batch of weight "
+            f"{weight:g} on rank {hvd.rank()}. Call self.manual_backward(loss), or give the DataLoader drop_last=True."
+        )
+
+
+@contextmanager
+def without_weight(module: nn.Module) -> Iterator[None]:
+    """Within it, backward makes gradients of zeros, even if the loss is not finite."""
+    # Not by a loss times 0: through SyncBatchNorm other ranks' gradients arrive in earlier layers.
+    hooks = [each.register_hook(torch.zeros_like) for each in module.parameters() if each.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

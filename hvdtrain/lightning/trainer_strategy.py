@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.core.optimizer import _MockOptimizer
@@ -130,16 +130,18 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         weights = [share.next_weight() for share in shares]
         self._weight = weights[0] if len(loaders) == 1 and weights else 1.0
         trainer.fit_loop.epoch_loop._results.is_filler = self._weight == 0
-        for each in self._norms:
-            each.batch_weight = self._weight  # type: ignore[assignment]
+        for each in self._norms:  # the loss is multiplied before backward, so their gradients have the weight already
+            each.batch_weight = float(self._weight != 0)  # type: ignore[assignment]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute gradients, and average them over ranks before a hook or a clipping sees them."""
         module, precision = self.lightning_module, self.precision_plugin
-        loss: Tensor = closure_loss if self._weight == 1.0 else closure_loss * self._weight
+        counts = self._weight != 0
+        loss: Tensor = closure_loss if self._weight in (0.0, 1.0) else closure_loss * self._weight
         self.pre_backward(loss)
         loss = precision.pre_backward(loss, module)
-        precision.backward(loss, module, optimizer, *args, **kwargs)
+        with nullcontext() if counts else gradients.without_weight(module):
+            precision.backward(loss, module, optimizer, *args, **kwargs)
         if not self._is_local:
             gradients.average(self._distributed)
         loss = precision.post_backward(loss, module)
