@@ -15,6 +15,7 @@ from hvdtrain.lightning import gradients
 from hvdtrain.lightning.metrics import connect_metrics
 from hvdtrain.lightning.ranks import OnRanks, environment, join_ranks
 from hvdtrain.torch.ops import names
+from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 
 
 class HorovodFabricStrategy(OnRanks, ParallelStrategy):
@@ -47,6 +48,8 @@ class HorovodFabricStrategy(OnRanks, ParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Make a module equal on all ranks."""
+        if self._world.size > 1:
+            convert_torchs(module)
         gradients.broadcast_weights(module)
         connect_metrics(module)
         self._modules.append(module)

@@ -32,7 +32,7 @@ def distribute(
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Horovod reduces for torch.optim.Optimizer. Received: {type(optimizer).__name__}")
-    own = {id(parameter): parameter for parameter in names.parameters_of(optimizer)}
+    own = {id(parameter) for parameter in names.parameters_of(optimizer)}
     if any(id(each) in own for other in others for each in names.parameters_of(other)):
         raise ValueError(
             f"Two optimizers have a parameter in common, whose gradient would be averaged by both. Received: "

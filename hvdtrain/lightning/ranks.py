@@ -16,14 +16,19 @@ from hvdtrain.lightning.environment import HorovodEnvironment
 _OPS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
 
-def join_ranks() -> World:
-    """Return this process's World; RuntimeError if torch.distributed has ranks of its own."""
+def refuse_torchs_ranks() -> None:
+    """Raise RuntimeError if torch.distributed has ranks of its own."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RuntimeError(
             "torch.distributed is initialized, and Lightning and torchmetrics would synchronize over its ranks as well "
             f"as over Horovod's. Received: its rank {torch.distributed.get_rank()} of "
             f"{torch.distributed.get_world_size()}. Remove init_process_group, and launch with horovodrun."
         )
+
+
+def join_ranks() -> World:
+    """Return this process's World; RuntimeError if torch.distributed has ranks of its own."""
+    refuse_torchs_ranks()
     return hvdtrain.init("torch")
 
 
@@ -89,6 +94,11 @@ class OnRanks:
             raise ValueError(f"Received: a device of type {kind!r} on rank {world.rank}, whose device is {device}.")
         self._num_nodes, self._parallel_devices = hosts, [device] * world.local_size
         rank_zero_only.rank = world.rank
+
+    def setup_environment(self) -> None:
+        """Begin; RuntimeError if torch.distributed has ranks of its own by now."""
+        refuse_torchs_ranks()
+        super().setup_environment()  # type: ignore[misc]  # of Lightning's class, which comes after this one
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Return once every rank has called it."""

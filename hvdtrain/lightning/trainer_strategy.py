@@ -20,6 +20,7 @@ from hvdtrain.lightning.ranks import OnRanks, environment, join_ranks
 from hvdtrain.lightning.shares import share_batches, share_of
 from hvdtrain.torch.ops import names
 from hvdtrain.torch.ops.average_buffers import average_buffers
+from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 
 
 class HorovodStrategy(OnRanks, ParallelStrategy):
@@ -58,7 +59,8 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         self._distributed: list[Any] = []  # the optimizers, but for Lightning's stand-in where there is none
         self._weight = 1.0  # of this rank's batch, in the mean over ranks
         self._is_local = False  # backward passes are added up on this rank
-        self._norms: dict[nn.Module, type[nn.Module]] = {}  # BatchNorm layers that were converted, and their class
+        self._norms: list[Any] = []  # layers that normalize over all ranks
+        self._classes: dict[nn.Module, type[nn.Module]] = {}  # of layers that sync_batchnorm=True has converted
 
     # Before training
 
@@ -79,13 +81,15 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Make the model equal on all ranks."""
-        if self._layer_sync is not None and self._world.size > 1:
+        if self._world.size > 1:
+            convert_torchs(model)
             before = {each: type(each) for each in model.modules()}
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
                 hvd.convert_sync_batchnorm(model)
-            else:
+            elif self._layer_sync is not None:
                 model = self._layer_sync.apply(model)
-            self._norms = {each: kind for each, kind in before.items() if isinstance(each, hvd.SyncBatchNorm)}
+            self._norms = [each for each in model.modules() if isinstance(each, hvd.SyncBatchNorm)]
+            self._classes = {each: before[each] for each in self._norms if before.get(each) not in (None, type(each))}
         gradients.broadcast_weights(model)
         connect_metrics(model)
         return model
@@ -131,7 +135,7 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         self._weight = weights[0] if len(loaders) == 1 and weights else 1.0
         trainer.fit_loop.epoch_loop._results.is_filler = self._weight == 0
         for each in self._norms:  # the loss is multiplied before backward, so their gradients have the weight already
-            each.batch_weight = float(self._weight != 0)  # type: ignore[assignment]
+            each.batch_weight = float(self._weight != 0)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute gradients, and average them over ranks before a hook or a clipping sees them."""
@@ -187,8 +191,7 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
     def teardown(self) -> None:
         """Leave the model as it was; no collective, because an error may have ended this rank alone."""
         gradients.release(self._distributed)
-        for each, kind in self._norms.items():
+        for each, kind in self._classes.items():
             each.__class__ = kind
-            each.__dict__.pop("batch_weight", None)
-        self._norms = {}
+        self._norms, self._classes = [], {}
         super().teardown()

@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
-
-pytest.importorskip("lightning")
-
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
@@ -298,19 +295,24 @@ def test_ranks_stop_and_save_alike_by_a_value_logged_without_sync_dist(world, sh
     assert_same_on_ranks(model)
 
 
-def test_running_statistics_are_equal_and_sync_batchnorm_gives_those_of_one_process(world, shared_tmp_path):
-    plain = Model(norm=True, seed=world.rank)
+def test_running_statistics_are_equal_on_all_ranks_and_in_checkpoints(world, shared_tmp_path):
+    model = Model(norm=True, seed=world.rank)
     saved = ModelCheckpoint(dirpath=shared_tmp_path, filename="norm")
-    trainer_of(callbacks=[saved], enable_checkpointing=True).fit(plain, *loaders(samples=48))
-    assert_same_on_ranks(plain)
+    trainer_of(callbacks=[saved], enable_checkpointing=True).fit(model, *loaders(samples=48))
+    assert_same_on_ranks(model)
     held = torch.load(shared_tmp_path / "norm.ckpt", weights_only=True)["state_dict"]
-    assert torch.equal(held["net.1.running_mean"], plain.net[1].running_mean)
+    assert torch.equal(held["net.1.running_mean"], model.net[1].running_mean)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_sync_batchnorm_and_torchs_layers_train_the_weights_of_one_process(world, flag):
     ours, alone = Model(norm=True, seed=world.rank), Model(norm=True)
+    ours = ours if flag else torch.nn.SyncBatchNorm.convert_sync_batchnorm(ours)
     samples = 53 if world.size == 2 else 50  # the last batch has unequal parts; at 3 ranks, none for one of them
-    trainer_of(sync_batchnorm=True).fit(ours, *loaders(samples=samples))
+    trainer_of(sync_batchnorm=flag).fit(ours, *loaders(samples=samples))
     train_alone(alone, samples=samples)
     assert_equal(ours, alone, 2e-6)
-    assert type(ours.net[1]) is torch.nn.BatchNorm1d
+    assert type(ours.net[1]) is (torch.nn.BatchNorm1d if flag else hvd.SyncBatchNorm)
 
 
 def test_test_and_predict_take_each_sample_once(world):

@@ -69,11 +69,14 @@ def test_devices_without_a_launcher_are_refused_with_the_command():
 
 
 def test_torch_distributed_is_refused(tmp_path):
+    trainer = trainer_of("horovod")
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         for strategy in (HorovodStrategy, HorovodFabricStrategy):
             with pytest.raises(RuntimeError, match=r"torch\.distributed is initialized.*Remove init_process_group"):
                 strategy()
+        with pytest.raises(RuntimeError, match=r"torch\.distributed is initialized"):  # since the Trainer was made
+            trainer.fit(Model(), DataLoader(data(), batch_size=4))
     finally:
         torch.distributed.destroy_process_group()
 
