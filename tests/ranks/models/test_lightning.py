@@ -150,6 +150,7 @@ def test_ranks_train_the_weights_and_log_the_values_of_one_process(world, model,
     assert trainer.optimizers[0].param_groups[0]["lr"] == there.optimizers[0].param_groups[0]["lr"]
 
 
+@pytest.mark.world_size(2)
 def test_workers_that_read_ahead_keep_the_weights_of_short_batches(world):
     ours, alone = Model(seed=world.rank), Model()
     train, held_out = loaders(num_workers=1, persistent_workers=True)
@@ -158,6 +159,7 @@ def test_workers_that_read_ahead_keep_the_weights_of_short_batches(world):
     assert_equal(ours, alone)
 
 
+@pytest.mark.world_size(2)
 def test_hooks_after_backward_see_the_mean_gradient(world):
     class Noting(Model):
         def on_after_backward(self):
@@ -171,6 +173,7 @@ def test_hooks_after_backward_see_the_mean_gradient(world):
     assert model.noted
 
 
+@pytest.mark.world_size(2)
 def test_bf16_mixed_and_a_grad_scaler_train_as_in_one_process(world):
     for precision in ("bf16-mixed", MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))):
         ours, alone = Model(seed=world.rank), Model()
@@ -181,6 +184,7 @@ def test_bf16_mixed_and_a_grad_scaler_train_as_in_one_process(world):
         assert_same_on_ranks(ours)
 
 
+@pytest.mark.world_size(2)
 def test_an_infinity_on_one_rank_lets_all_ranks_skip_the_step(world):
     class Overflowing(Model):
         def training_step(self, batch, batch_idx):
@@ -231,6 +235,7 @@ def test_two_optimizers_by_hand_train_as_in_one_process(world, toggles):
     assert_same_on_ranks(ours)
 
 
+@pytest.mark.world_size(2)
 def test_a_plain_backward_by_hand_is_averaged_before_the_step(world):
     class Plain(Model):
         automatic_optimization = False
@@ -262,6 +267,7 @@ def test_a_run_from_a_checkpoint_ends_as_one_that_never_stopped(world, shared_tm
     assert all(torch.equal(a, b) for a, b in zip(second.parameters(), straight.parameters(), strict=True))
 
 
+@pytest.mark.world_size(2)
 def test_a_checkpoint_goes_on_in_plain_lightning_in_one_process(world, shared_tmp_path):
     ours, alone, again = Model("adam", seed=world.rank), Model("adam"), Model("adam", seed=7)
     saved = ModelCheckpoint(dirpath=shared_tmp_path, filename="half")
@@ -278,6 +284,7 @@ def test_a_checkpoint_goes_on_in_plain_lightning_in_one_process(world, shared_tm
     assert_equal(again, alone)
 
 
+@pytest.mark.world_size(2)
 def test_ranks_stop_and_save_alike_by_a_value_logged_without_sync_dist(world, shared_tmp_path):
     class Worse(Model):
         """Its values improve on rank 0 alone, and get worse on average."""
@@ -356,6 +363,7 @@ def test_collectives_have_lightnings_shapes_and_the_gradient_of_one_process(worl
         strategy.reduce(torch.ones(1), group="tensor_parallel")
 
 
+@pytest.mark.world_size(2)
 def test_a_progress_bar_on_rank_0_does_not_wait_for_other_ranks_in_a_hook(world):
     class Hooked(Model):
         def on_train_epoch_end(self):
@@ -388,6 +396,7 @@ def test_a_sampler_that_draws_gives_each_batch_of_one_draw(world):
     assert len(everyones.unique(dim=0)) == 24
 
 
+@pytest.mark.world_size(2)
 def test_weights_that_are_unfrozen_later_are_averaged(world):
     class Unfreeze(BaseFinetuning):
         def freeze_before_training(self, pl_module):
@@ -408,6 +417,7 @@ def test_weights_that_are_unfrozen_later_are_averaged(world):
     assert not torch.equal(ours.net[0].weight, Head().net[0].weight)
 
 
+@pytest.mark.world_size(2)
 def test_a_second_fit_of_the_same_model_averages_once(world):
     class Rates(Callback):
         def on_train_end(self, trainer, pl_module):
@@ -423,6 +433,7 @@ def test_a_second_fit_of_the_same_model_averages_once(world):
     assert_equal(ours, alone)
 
 
+@pytest.mark.world_size(2)
 def test_the_learning_rate_is_logged_once_for_each_optimizer(world, shared_tmp_path):
     monitor = LearningRateMonitor()
     logger = CSVLogger(shared_tmp_path)
@@ -486,6 +497,7 @@ def test_several_uneven_training_loaders_are_refused_on_every_rank(world):
     trainer_of().fit(Both(), [loaders(samples=48)[0], loaders(samples=48)[0]])
 
 
+@pytest.mark.world_size(2)
 def test_what_contradicts_the_launcher_is_refused(world):
     with pytest.raises(
         ValueError, match=f"devices=7 and num_nodes=1 contradict the launcher, which started {world.size}"
@@ -496,6 +508,7 @@ def test_what_contradicts_the_launcher_is_refused(world):
     assert trainer_of(HorovodStrategy(), devices=world.size).num_devices == world.size
 
 
+@pytest.mark.world_size(2)
 def test_the_script_of_the_page_trains(world, shared_tmp_path, tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs/pages/lightning.md").read_text(encoding="utf-8")
     script = tmp_path / "train_lightning.py"
