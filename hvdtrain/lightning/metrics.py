@@ -48,6 +48,7 @@ class EpochValues(_ResultCollection):
     """
 
     is_filler = False
+    _compared: frozenset[Any] = frozenset()  # DataLoaders of this epoch of which ranks have compared what they logged
 
     def __setitem__(self, key: str, metric: Any) -> None:
         super().__setitem__(key, _OverRanks(metric.meta, metric.is_tensor))
@@ -58,6 +59,30 @@ class EpochValues(_ResultCollection):
             batch_size = 0
             value = torch.zeros_like(value) if self[key].meta.is_sum_reduction else value
         super().update_metrics(key, value, batch_size)
+
+    def metrics(self, on_step: bool) -> Any:
+        """Return values; those of an epoch are computed at the first call, which all ranks make."""
+        if not on_step and self.dataloader_idx not in self._compared:
+            self._compared |= {self.dataloader_idx}
+            self._compare()
+        return super().metrics(on_step)
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        """Begin an epoch."""
+        self._compared = frozenset()
+        super().reset(*args, **kwargs)
+
+    def _compare(self) -> None:
+        """Raise ValueError on every rank if ranks have logged different values, for which they would wait for ever."""
+        logged = [each.meta for _, each in self.valid_items()]
+        ours = [meta.name for meta in logged if meta.on_epoch and not meta.sync.rank_zero_only]
+        for rank, theirs in enumerate(hvd.allgather_object(ours)):
+            if theirs != ours:
+                raise ValueError(
+                    "Values of an epoch are over all ranks, and ranks have logged different ones. Received: "
+                    f"{ours} on rank {hvd.rank()}, {theirs} on rank {rank}. Call self.log on every rank, in the same "
+                    "order, or on rank 0 with rank_zero_only=True."
+                )
 
 
 class _OverRanks(_ResultMetric):

@@ -379,6 +379,23 @@ def test_a_progress_bar_on_rank_0_does_not_wait_for_other_ranks_in_a_hook(world)
     assert model.gathered.tolist() == list(range(world.size))
 
 
+@pytest.mark.world_size(2)
+def test_a_value_that_one_rank_logs_is_refused_unless_it_says_so(world):
+    class OnRank0(Model):
+        says_so = False
+
+        def validation_step(self, batch, batch_idx):
+            if self.global_rank == 0:
+                self.log("mine", batch[0].mean(), rank_zero_only=self.says_so)
+
+    with pytest.raises(ValueError, match=r"Received: \[('mine')?\] on rank \d, \[('mine')?\] on rank"):
+        trainer_of().fit(OnRank0(), *loaders())
+    model, trainer = OnRank0(), trainer_of()
+    model.says_so = True
+    trainer.fit(model, *loaders())
+    assert ("mine" in trainer.callback_metrics) == world.is_root
+
+
 def test_a_sampler_that_draws_gives_each_batch_of_one_draw(world):
     seen = []
 
