@@ -22,7 +22,9 @@ def _start(
     """Start an operation of Horovod on one tensor, or its grouped form on several; the handle gives a list."""
     dtypes, is_group = [t.dtype for t in like], len(sent) > 1
     start = getattr(engine.native(), f"grouped_{kind}" if is_group else kind)
-    part = start(sent if is_group else sent[0], name=name, **options)
+    # Horovod's thread gives the results their sizes, which torch forbids for tensors that were made in inference mode.
+    with torch.inference_mode(False):
+        part = start(sent if is_group else sent[0], name=name, **options)
     return Handle([part], lambda received: list(map(back, received if is_group else [received], dtypes)), name)
 
 
@@ -121,7 +123,8 @@ def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, 
         if splits.is_floating_point():
             raise ValueError(f"splits must be whole numbers of rows. Received: {splits.dtype}")
         splits = splits.to(torch.int32)
-    part = engine.native().alltoall_async(to_move(tensor), splits, name=name, process_set=process_set)
+    with torch.inference_mode(False):  # as in _start
+        part = engine.native().alltoall_async(to_move(tensor), splits, name=name, process_set=process_set)
     dtype = tensor.dtype
     return Handle([part], lambda outputs: (from_move(outputs[0], dtype), outputs[1]), name)
 

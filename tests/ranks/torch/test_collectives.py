@@ -202,3 +202,15 @@ def test_unnamed_operations_of_a_process_set_do_not_upset_the_others(hvd, rank, 
         assert float(hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum)) == size * (size - 1) / 2
     finally:
         hvd.remove_process_set(process_set)
+
+
+def test_collectives_work_in_inference_mode(hvd, rank, size):
+    with torch.inference_mode():
+        mine = torch.full((size,), float(rank), device="cpu")
+        ranks = [float(each) for each in range(size)]
+        assert hvd.allgather(mine[:1]).tolist() == ranks
+        assert hvd.allgather_object(rank) == ranks
+        assert hvd.alltoall(mine).tolist() == ranks
+        assert hvd.reducescatter(mine, op=hvd.Sum).tolist() == [sum(ranks)]
+        assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [sum(ranks)] * size
+        assert hvd.broadcast(mine, 1).tolist() == [1.0] * size
