@@ -46,7 +46,7 @@ def _describe(world: World) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._shared_state.update(
         _cpu=device.type == "cpu",
-        backend=process_group.BACKEND,
+        backend=None,  # with a name, accelerate gathers by a function that torch 2.13 deprecates
         debug=False,
         device=device,
         distributed_type=kind,
