@@ -72,8 +72,7 @@ class ArgumentsOnRanks:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The training_args.bin of a checkpoint must not need hvdtrain to be read.
-        _, (cls, *rest), *state = super().__reduce_ex__(protocol)
-        return copyreg.__newobj__, (_plain(cls), *rest), *state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (_plain(type(self)), object, None), dict(self.__dict__)  # type: ignore[attr-defined]
 
 
 def _plain(cls: type) -> type:
