@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-try:
-    import transformers as _transformers
-except ImportError as _error:
-    from hvdtrain.errors import PackageMissingError
+import importlib.util
 
-    raise PackageMissingError('transformers is not installed. Run: pip install "hvdtrain[transformers]"') from _error
+from hvdtrain.errors import PackageMissingError
 
-from hvdtrain.transformers.arguments import ArgumentsOnRanks, Seq2SeqTrainingArguments, TrainingArguments
-from hvdtrain.transformers.trainer import Seq2SeqTrainer, Trainer, TrainerOnRanks
+for _name in ("transformers", "accelerate"):
+    if importlib.util.find_spec(_name) is None:
+        raise PackageMissingError(f'{_name} is not installed. Run: pip install "hvdtrain[transformers]"')
+
+from hvdtrain.transformers.arguments import (  # noqa: E402
+    ArgumentsOnRanks,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
+from hvdtrain.transformers.trainer import Seq2SeqTrainer, Trainer, TrainerOnRanks  # noqa: E402
 
 __all__ = [
     "ArgumentsOnRanks",

@@ -96,12 +96,14 @@ def check(args: Any, world: World) -> None:
         return
     if args.world_size != world.size or args.process_index != world.rank:
         raise ValueError(
-            f"The arguments were made for {args.world_size} process(es), and Horovod runs {world.size} ranks: each would "
-            "train alone. Use hvdtrain.transformers.TrainingArguments, or put hvdtrain.transformers.ArgumentsOnRanks "
-            f"before your class of arguments. Received: {type(args).__name__} on rank {world.rank}"
+            f"The arguments were made for {args.world_size} process(es), and Horovod runs {world.size} ranks: "
+            "each would train alone. Use hvdtrain.transformers.TrainingArguments, or put "
+            f"hvdtrain.transformers.ArgumentsOnRanks before your class of arguments. Received: {type(args).__name__} on rank {world.rank}"
         )
     for what, why in _refused(args, world):
-        raise ValueError(f"On several ranks, hvdtrain.transformers takes no {what}: {why} Received on rank {world.rank}.")
+        raise ValueError(
+            f"On several ranks, hvdtrain.transformers takes no {what}: {why} Received on rank {world.rank}."
+        )
     unused = [name for name in _DDP if getattr(args, name, None) is not None]
     if unused and world.is_root:
         log.info("%s: not used. Horovod sends the gradients, and DistributedDataParallel is not there.", unused)

@@ -12,7 +12,7 @@ from hvdtrain.transformers.accelerator import unwrapped
 _SIZE, _FLAGS = "ranks", "gradients"
 
 
-class KeepBuckets(TrainerCallback, ExportableState):  # type: ignore[misc]
+class KeepBuckets(TrainerCallback, ExportableState):
     """Write the flags of `Reducer.packed` into trainer_state.json, and give them to a resumed run."""
 
     def __init__(self, trainer: Any = None) -> None:

@@ -1,8 +1,8 @@
 """How much a rank's loss of a batch counts, so that the mean over ranks is the loss that one process would compute.
 
-transformers divides some losses by `num_items_in_batch`, the number of labels in all batches of a step. Others are means
-over the batch, whatever a model's signature promises: then transformers' own ranks multiply gradients by their number.
-So the loss itself is asked: it is computed twice, with the count and with twice the count.
+transformers divides some losses by `num_items_in_batch`, the number of labels in all batches of a step. Others are
+means over the batch, whatever a model's signature promises: transformers' own ranks multiply their gradients by the
+number of ranks. So the loss is tested: it is computed with the count, and with twice the count.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def kind_of(compute: Callable[..., torch.Tensor], model: Any, inputs: Any, items
         return None
     if len(everyones) > 1 or _NEITHER in everyones:
         raise HvdTrainError(
-            "A part of the loss is divided by num_items_in_batch and another is not, such as a router's auxiliary loss: "
-            "ranks cannot add up to one process. Divide all of it, or none. Received: a loss of "
+            "A part of the loss is divided by num_items_in_batch and another is not, such as a router's auxiliary "
+            "loss: ranks cannot add up to one process. Divide all of it, or none. Received: a loss of "
             f"{once:.6g}, and {twice:.6g} with twice the count, on rank {world.rank}"
         )
     return _KINDS[everyones.pop()]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import Work as _Work
 
 import hvdtrain.torch as hvd
 from hvdtrain.distributed.world import World
@@ -35,29 +37,32 @@ _MISSING = (
 
 
 class HorovodProcessGroup(dist.ProcessGroup):
-    """All ranks, with the collectives that transformers and accelerate use; each returns when it is done."""
+    """All ranks, with the collectives that transformers and accelerate use; each returns when it is done.
+
+    Signatures are those by which torch.distributed calls a group; torch's class has further ones.
+    """
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the backend's name."""
         return BACKEND
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Reduce each tensor over ranks, in place."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         kind = next((ours for theirs, ours in _OPS.items() if op == theirs), None)
         if kind is None:
-            raise HvdTrainError(f"torch.distributed over Horovod has no reduction {op}. Use SUM, AVG, MIN, MAX, PRODUCT.")
+            raise HvdTrainError(f"torch.distributed over Horovod has no {op}. Use SUM, AVG, MIN, MAX or PRODUCT.")
         for tensor in tensors:
             tensor.detach().copy_(hvd.allreduce(tensor.detach(), op=kind))
         return _Done(tensors)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+    def broadcast(self, tensors: Any, opts: Any) -> Any:  # type: ignore[override]
         """Overwrite each tensor with the root's."""
         for tensor in tensors:
             hvd.broadcast_(tensor.detach(), opts.rootRank)
         return _Done(tensors)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Fill each list of outputs with all ranks' tensors; shapes must be equal on all ranks."""
         for received, sent in zip(outputs, inputs, strict=True):
             rows = _gather(sent)
@@ -65,9 +70,9 @@ class HorovodProcessGroup(dist.ProcessGroup):
                 place.detach().copy_(rows[rank].view_as(place))
         return _Done([tensor for received in outputs for tensor in received])
 
-    def all_gather_single(self, output: Tensor, sent: Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Fill `output` with all ranks' tensors, one after the other; shapes must be equal on all ranks."""
-        output.detach().copy_(_gather(sent).view_as(output))
+        output.detach().copy_(_gather(input).view_as(output))
         return _Done([output])
 
     _allgather_base = all_gather_single  # its name before torch 2.13
@@ -92,7 +97,7 @@ for _name in _MISSING:
     setattr(HorovodProcessGroup, _name, _refusal(_name))
 
 
-class _Done(dist._Work):
+class _Done(_Work):
     """An operation that has ended."""
 
     def __init__(self, result: list[Tensor]) -> None:
@@ -137,11 +142,11 @@ def begin(world: World) -> None:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
     hook = sys.excepthook
     # The store is this process's own: Horovod has brought the ranks together already.
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=world.rank, world_size=world.size)
+    dist.init_process_group(BACKEND, store=HashStore(), rank=world.rank, world_size=world.size)
     sys.excepthook = hook  # torch's collects what the hook before it prints, and ours ends the process
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> HorovodProcessGroup:
     if size != hvd.size():
-        raise HvdTrainError(f"torch.distributed over Horovod has one group, of all {hvd.size()} ranks. Received: {size}")
-    return HorovodProcessGroup(rank, size)
+        raise HvdTrainError(f"torch.distributed over Horovod has one group, of {hvd.size()} ranks. Received: {size}")
+    return HorovodProcessGroup(rank, size)  # type: ignore[call-arg]

@@ -27,6 +27,8 @@ from hvdtrain.transformers.buckets import KeepBuckets
 _NOT_YET = 2**31  # backward passes after which gradients would be sent: never
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _STOPS = _FLAGS[:2]
+# What TrainerOnRanks overrides and no documentation promises: a version without them would train other numbers.
+_OVERRIDDEN = ("_get_num_items_in_batch", "_maybe_log_save_evaluate", "_finalize_training", "_save_checkpoint")
 
 
 class TrainerOnRanks:
@@ -36,11 +38,17 @@ class TrainerOnRanks:
     Horovod; rank 0 writes. One process trains as without it.
     """
 
+    # transformers' Trainer has them.
     accelerator: Any
     args: Any
+    compute_loss: Any
+    compute_loss_func: Any
     control: Any
     model: Any
+    model_accepts_loss_kwargs: bool
+    optimizer: Any
     state: Any
+    _tr_loss: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.world = init("torch")
@@ -57,11 +65,12 @@ class TrainerOnRanks:
         arguments.check(self.args, self.world)
         with _replaced(host, "Accelerator", HorovodAccelerator):
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if not isinstance(self.accelerator, HorovodAccelerator):
+        missing = [name for name in _OVERRIDDEN if not hasattr(transformers.Trainer, name)]
+        if missing or not isinstance(self.accelerator, HorovodAccelerator):
             raise HvdTrainError(
-                "This version of transformers makes its Accelerator in another way, so that hvdtrain.transformers "
-                f"cannot give it Horovod's ranks. Received: transformers {transformers.__version__}. "
-                'Install the tested one: pip install "hvdtrain[transformers]"'
+                "This version of transformers is built in another way than those on which hvdtrain.transformers was "
+                f"tested. Received: transformers {transformers.__version__}, without {missing or 'its Accelerator'}. "
+                'Run: pip install "hvdtrain[transformers]"'
             )
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +114,7 @@ class TrainerOnRanks:
             counts[-1], fillers[-1] = 0.0, True
         gathered = self.world.allgather(np.array([counts], np.float64), name="transformers.counts")
         self._weights = deque(zip(losses.weights_of(gathered, self.world.rank), fillers, strict=True))
-        takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None  # type: ignore[has-type]
+        takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if not (found and takes_count and all(is_labels for _, is_labels in found)):
             return None
         return torch.tensor(gathered.sum(), dtype=torch.float32, device=device)
@@ -122,7 +131,7 @@ class TrainerOnRanks:
         """Compute gradients of one batch; with the last batch of a step, average them over ranks."""
         if self.world.size == 1:
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc, no-any-return]
-        optimizer = unwrapped(self.optimizer)  # type: ignore[attr-defined]
+        optimizer = unwrapped(self.optimizer)
         is_last = self.accelerator.sync_gradients
         optimizer.set_backward_passes_per_step(1 if is_last else _NOT_YET)
         with self._loss_of_all_ranks():
@@ -134,7 +143,7 @@ class TrainerOnRanks:
     @contextmanager
     def _loss_of_all_ranks(self) -> Iterator[None]:
         """Within it, `compute_loss` returns this rank's share: its mean over ranks is one process's loss."""
-        compute = self.compute_loss  # type: ignore[has-type]
+        compute = self.compute_loss
 
         def weighted(model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             items = kwargs.get("num_items_in_batch")
@@ -179,7 +188,7 @@ class TrainerOnRanks:
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Let train_loss be the mean over ranks, also of steps that were not logged."""
         if self.world.size > 1:
-            self._tr_loss = hvd.allreduce(self._tr_loss, name="transformers.loss")  # type: ignore[has-type]
+            self._tr_loss = hvd.allreduce(self._tr_loss, name="transformers.train_loss")
             self._average_buffers()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 

@@ -74,9 +74,7 @@ def test_a_loss_of_the_users_own_counts_as_in_one_process(world, divides, shared
     options = {"gradient_accumulation_steps": 2}
     ours = trainer(bert(world.rank).double(), shared_tmp_path, cls=cls(hvdtrain.transformers.Trainer), **options)
     ours.train()
-    theirs = alone(
-        bert().double(), shared_tmp_path / "alone", world.size, cls=cls(transformers.Trainer), **options
-    )
+    theirs = alone(bert().double(), shared_tmp_path / "alone", world.size, cls=cls(transformers.Trainer), **options)
     theirs.train()
     assert_equal(ours.model, theirs.model)
 
