@@ -8,7 +8,7 @@ from hvdtrain.errors import PackageMissingError
 
 for _name in ("transformers", "accelerate"):
     if importlib.util.find_spec(_name) is None:
-        raise PackageMissingError(f'{_name} is not installed. Run: pip install "hvdtrain[transformers]"')
+        raise PackageMissingError(f"{_name} is not installed. Run: pip install transformers accelerate")
 
 from hvdtrain.transformers.arguments import (  # noqa: E402
     ArgumentsOnRanks,

@@ -98,7 +98,8 @@ def check(args: Any, world: World) -> None:
         raise ValueError(
             f"The arguments were made for {args.world_size} process(es), and Horovod runs {world.size} ranks: "
             "each would train alone. Use hvdtrain.transformers.TrainingArguments, or put "
-            f"hvdtrain.transformers.ArgumentsOnRanks before your class of arguments. Received: {type(args).__name__} on rank {world.rank}"
+            "hvdtrain.transformers.ArgumentsOnRanks before your class of arguments. "
+            f"Received: {type(args).__name__} on rank {world.rank}"
         )
     for what, why in _refused(args, world):
         raise ValueError(

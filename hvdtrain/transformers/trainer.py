@@ -70,7 +70,7 @@ class TrainerOnRanks:
             raise HvdTrainError(
                 "This version of transformers is built in another way than those on which hvdtrain.transformers was "
                 f"tested. Received: transformers {transformers.__version__}, without {missing or 'its Accelerator'}. "
-                'Run: pip install "hvdtrain[transformers]"'
+                "Run: pip install transformers==5.23.0 accelerate==1.15.0"
             )
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:

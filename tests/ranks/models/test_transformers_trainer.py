@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,9 @@ import hvdtrain.transformers
 from hvdtrain.distributed.world import SoloWorld, use
 
 pytestmark = pytest.mark.world_size(2, 3)
+
+
+PAGE = Path(__file__).parents[3] / "docs/pages/transformers-trainer.md"
 
 
 def both(world, make, folder, **options):
@@ -156,3 +162,17 @@ def test_bf16_and_recomputed_activations_train_as_in_one_process(world, precisio
     assert_equal(ours.model, theirs.model, tolerance=1e-6 if precision != "bf16" else 1e-2)
     assert ours.model.is_activation_checkpointing == (precision == "activation_checkpointing")
     assert ours.accelerator.mixed_precision == ("bf16" if precision == "bf16" else "no")
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # of torch, without a GPU
+def test_the_script_of_the_page_trains(world, shared_tmp_path, tmp_path, monkeypatch):
+    script = tmp_path / "train_language_model.py"
+    script.write_text(PAGE.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0])
+    monkeypatch.chdir(shared_tmp_path)
+    ours = runpy.run_path(str(script))["trainer"]
+    losses = [each["eval_loss"] for each in ours.state.log_history if "eval_loss" in each]
+    assert losses[1] < losses[0]
+    assert ours.state.global_step == 2 * -(-200 // (8 * world.size))
+    world.barrier()
+    saved = transformers.GPT2LMHeadModel.from_pretrained("language_model/best").state_dict()
+    assert all(torch.equal(saved[name], each) for name, each in ours.model.state_dict().items())

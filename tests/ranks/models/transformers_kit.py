@@ -65,6 +65,7 @@ DEFAULTS = {
     "per_device_eval_batch_size": 4,
     "num_train_epochs": 2,
     "learning_rate": 1e-2,
+    "adam_epsilon": 1e-3,  # transformers computes some losses in float32: smaller ones would show its rounding
     "weight_decay": 0.1,
     "max_grad_norm": 0.5,
     "warmup_steps": 2,
