@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import ignite.distributed as idist
+import warnings
+
 import pytest
 import torch
-from ignite.distributed.comp_models.horovod import _HorovodDistModel
-from ignite.engine import Engine, Events
-from ignite.metrics import Accuracy, Loss
 from torch.utils.data import DataLoader, TensorDataset
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # it imports what torch 2.13 deprecates
+    import ignite.distributed as idist
+    from ignite.distributed.comp_models.horovod import _HorovodDistModel
+    from ignite.engine import Engine, Events
+    from ignite.metrics import Accuracy, Loss
 
 pytestmark = pytest.mark.world_size(2, 3)
 
@@ -67,4 +72,4 @@ def test_ignites_horovod_backend_trains_and_measures_as_one_process(world, monke
     expected = train(alone, plain, DataLoader(data(samples), batch_size=BATCH * world.size))
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-    assert found == pytest.approx(expected, abs=1e-9)
+    assert found == pytest.approx(expected, abs=1e-6)  # ignite adds up metrics in float32
