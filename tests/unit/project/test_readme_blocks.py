@@ -27,6 +27,7 @@ PAGE_SKIPS = {
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",
     ],
     "hugging-face.md": ["ci: make models runs it where transformers is installed"],
+    "libraries.md": ["ci: make models runs tests/ranks/models/test_ignite.py where ignite is installed"],
     "transformers-trainer.md": ["ci: make models runs it where transformers is installed"],
     "data.md": ["ci: tests/engines/test_parquet.py runs it where pyarrow is installed"],
     "spark.md": ["ci: tests/engines/test_spark.py runs it where PySpark is installed"] * 2,
