@@ -117,16 +117,16 @@ class _Done(_Work):
 
 def _gather(tensor: Tensor) -> Tensor:
     """Return all ranks' tensors as rows, shape (ranks, elements)."""
-    size = dist.get_world_size()
     flat = tensor.detach().contiguous().view(-1)
-    gathered = hvd.allgather(flat)
-    if gathered.numel() != size * flat.numel():
+    lengths = hvd.allgather_async(torch.tensor([flat.numel()], device="cpu"))
+    gathered: Tensor = hvd.allgather_async(flat).wait()
+    if set(lengths.wait().tolist()) != {flat.numel()}:
         raise HvdTrainError(
             "torch.distributed gathers tensors of equal shapes. Received: "
             f"{tuple(tensor.shape)} on rank {dist.get_rank()}, and other shapes elsewhere. Pad them first "
             "(accelerator.pad_across_processes), or use hvdtrain.torch.allgather."
         )
-    return gathered.view(size, -1)
+    return gathered.view(dist.get_world_size(), -1)
 
 
 def begin(world: World) -> None:
