@@ -54,6 +54,7 @@ class TrainerOnRanks:
         self.world = init("torch")
         self._loss_kind: losses.Kind | None = None
         self._weights: deque[tuple[float, bool]] = deque()  # of batches to come: that of a mean; True for a filler
+        self._is_filler = self._is_weighted = False  # of the last batch
         super().__init__(*args, **kwargs)
         if self.world.size > 1:
             self.add_callback(KeepBuckets(self))  # type: ignore[attr-defined]
@@ -165,10 +166,15 @@ class TrainerOnRanks:
 
     def _weight(self, kind: losses.Kind | None) -> float:
         self._is_weighted = True
-        weight, is_filler = self._weights.popleft()
-        if is_filler:
+        weight, self._is_filler = self._weights.popleft()
+        if self._is_filler:
             return 0.0
         return float(self.world.size) if kind == "sum" else weight
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count no token of a batch that stands for none."""
+        counted = {name: each[:0] for name, each in inputs.items()} if self._is_filler else inputs
+        super()._track_num_input_tokens(counted)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log, evaluate and save on all ranks if a callback on one asks for it; stop likewise."""

@@ -39,7 +39,7 @@ def both(world, make, folder, **options):
         (gpt2, {"label_smoothing_factor": 0.1}),
         (gpt2, {"samples": 25, "max_steps": 5, "logging_steps": 2}),
         (bert, {"samples": 1, "validation": 1}),  # fewer samples than ranks
-        (gpt2, {"samples": 1, "validation": 1}),
+        (gpt2, {"samples": 1, "validation": 1, "include_num_input_tokens_seen": "non_padding"}),
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(value) or "plain",
 )
