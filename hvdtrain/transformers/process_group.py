@@ -118,7 +118,7 @@ class _Done(_Work):
 def _gather(tensor: Tensor) -> Tensor:
     """Return all ranks' tensors as rows, shape (ranks, elements)."""
     flat = tensor.detach().contiguous().view(-1)
-    lengths = hvd.allgather_async(torch.tensor([flat.numel()], device="cpu"))
+    lengths = hvd.allgather_async(torch.tensor([flat.numel()], dtype=torch.int64, device="cpu"))
     gathered: Tensor = hvd.allgather_async(flat).wait()
     if set(lengths.wait().tolist()) != {flat.numel()}:
         raise HvdTrainError(

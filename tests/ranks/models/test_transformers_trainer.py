@@ -158,7 +158,9 @@ def test_one_process_trains_as_transformers_does(world, shared_tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "recomputed"])
 def test_bf16_and_recomputed_activations_train_as_in_one_process(world, precision, shared_tmp_path):
     # In bf16 a sum over ranks is not rounded as the sum of one process: losses agree, weights nearly.
-    is_new = hasattr(transformers.TrainingArguments, "activation_checkpointing")  # in older versions it has another name
+    is_new = hasattr(
+        transformers.TrainingArguments, "activation_checkpointing"
+    )  # in older versions it has another name
     word = "activation_checkpointing" if is_new else "gradient_checkpointing"
     options = {"bf16" if precision == "bf16" else word: True, "use_cpu": True, "optim": "sgd", "learning_rate": 0.1}
     ours, theirs, *_ = both(world, bert, shared_tmp_path, **options)
