@@ -130,8 +130,8 @@ gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was b
 	$(MAKE) VENV=.venv-gpu HVDTRAIN_GPU=1 setup
 	HVDTRAIN_TEST_NCCL=1 .venv-gpu/bin/python -m pytest tests/e2e/horovod_build/test_libraries.py
 
-models: $(STAMP) ## Models of transformers and peft, and Lightning (installed here), all of torchmetrics: ranks give one process's numbers
-	python -c "import transformers, peft, lightning" 2>/dev/null || $(PIP) -e ".[models,lightning]"
+models: $(STAMP) ## transformers and its Trainer, peft, Lightning, ignite (installed here), all of torchmetrics: ranks give one process's numbers
+	python -c "import transformers, accelerate, peft, ignite, lightning" 2>/dev/null || $(PIP) -e ".[models,lightning]"
 	python -m pytest -q tests/unit/lightning tests/e2e/lightning
 	python tests/ranks/run.py --only models
 	HVDTRAIN_TEST_LONG=1 python -m pytest -q tests/unit/torch/test_every_torchmetric.py

@@ -14,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs/pages/reference"
 PAGE = REFERENCE / "names.md"
-_PAGES = ("hvdtrain.md", "callbacks.md", "torch.md", "lightning.md", "keras.md", "tensorflow.md")
+_PAGES = (
+    "hvdtrain.md", "callbacks.md", "torch.md", "lightning.md", "keras.md", "tensorflow.md", "transformers.md",
+)  # fmt: skip
 _HEAD = """# All names
 
 One line for each public name, from its docstring, with the path to import it by. `help(hvdtrain.Trainer)` in Python

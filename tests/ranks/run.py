@@ -95,7 +95,7 @@ GROUPS = (
     # JAX compiles for minutes here. keras-jax has three ranks of its collectives, the groups above of the Trainer.
     Group("trainer-keras-jax", "training", "keras", "jax", marks={2: "every_backend"}, sizes=(2,), runs_in="keras-jax"),
     # `make models` installs these packages.
-    Group("models", "models", "torch", packages=("transformers", "peft", "lightning")),
+    Group("models", "models", "torch", packages=("transformers", "accelerate", "peft", "ignite", "lightning")),
 )
 
 # `--core`, by folder: that ranks train as one process does, through each framework's optimizers, steps and state.

@@ -34,6 +34,8 @@ PAGE_SKIPS = {
     "large-models.md": ["ci: tests/ranks/torch/test_grid.py trains both"],
     "hugging-face.md": ["ci: make models runs it where transformers is installed"],
     "lightning.md": ["ci: make models runs it where lightning is installed"],
+    "libraries.md": ["ci: make models runs tests/ranks/models/test_ignite.py where ignite is installed"],
+    "transformers-trainer.md": ["ci: make models runs it where transformers is installed"],
     "data.md": ["ci: tests/engines/test_parquet.py runs it where pyarrow is installed"],
     "spark.md": ["ci: tests/engines/test_spark.py runs it where PySpark is installed"] * 2,
     "start.md": ["ci: .ci/run makes the environment in its first step"],
