@@ -132,7 +132,7 @@ gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was b
 
 models: $(STAMP) ## transformers and its Trainer, peft, Lightning, ignite (installed here), all of torchmetrics: ranks give one process's numbers
 	python -c "import transformers, accelerate, peft, ignite, lightning" 2>/dev/null || $(PIP) -e ".[models,lightning]"
-	python -m pytest -q tests/unit/lightning tests/e2e/lightning
+	python -m pytest -q tests/unit/lightning tests/e2e/lightning tests/unit/scripts/test_names.py
 	python tests/ranks/run.py --only models
 	HVDTRAIN_TEST_LONG=1 python -m pytest -q tests/unit/torch/test_every_torchmetric.py
 

@@ -10,14 +10,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from hvdtrain.distributed import launch_environment
-from hvdtrain.distributed.world import World, init
+from hvdtrain.distributed.world import World, init, refuse_grid
 from hvdtrain.errors import HvdTrainError
-from hvdtrain.transformers import process_group
+from hvdtrain.torch.grid import groups
 
 log = logging.getLogger("hvdtrain")
 
@@ -34,7 +35,9 @@ def join() -> World:
                 "hvdtrain.transformers does not train in elastic jobs: transformers cannot change its number of ranks. "
                 "Start the job with a fixed -np, or use hvdtrain.Trainer."
             )
-        process_group.begin(world)
+        refuse_grid("hvdtrain.transformers", "Train it in a custom loop")
+        if not (dist.is_initialized() and dist.get_backend() == groups.BACKEND):
+            groups.start()  # for what transformers and accelerate gather; gradients go by hvd.DistributedOptimizer
         _describe(world)
     return world
 

@@ -68,7 +68,7 @@ class Grid:
         self.replica, self.stage, self.shard, self.tensor = (place[axis] for axis in AXES)
         data = layout.group(world.rank, "replica", "shard")
         self.data_rank, self.data_size = data.index(world.rank), len(data)
-        groups.start(_groups(layout), device=world.device)
+        groups.start(_groups(layout))
         self._mesh = DeviceMesh(torch.device(world.device).type, torch.from_numpy(layout.ranks), mesh_dim_names=AXES)
         world.grid = self._in_words()
         atexit.register(self._wait_at_exit)

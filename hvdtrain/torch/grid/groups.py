@@ -1,12 +1,14 @@
 """torch.distributed on Horovod: the backend "horovod", whose groups of ranks are Horovod's process sets.
 
-torch's fully_shard, DTensor and pipelining call torch.distributed. On this backend they use the job's own Horovod: its
-NCCL, MPI or Gloo, its launcher, its watchdog's messages, its sockets and no others. It takes CPU and GPU tensors.
+torch's fully_shard, DTensor and pipelining call torch.distributed, and so do other libraries. On this backend they use
+the job's own Horovod: its NCCL, MPI or Gloo, its launcher, its watchdog's messages, its sockets and no others. It takes
+CPU and GPU tensors.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,7 +27,7 @@ BACKEND = "horovod"
 _sets: dict[tuple[int, ...], Any] = {}  # Horovod's process sets, by their ranks
 
 
-def start(groups: Iterable[tuple[int, ...]], *, device: str) -> None:
+def start(groups: Iterable[tuple[int, ...]] = ()) -> None:
     """Initialise torch.distributed on Horovod, with these groups of ranks, equal on all ranks. A collective.
 
     Raises:
@@ -35,8 +37,8 @@ def start(groups: Iterable[tuple[int, ...]], *, device: str) -> None:
     rank, size = int(native.rank()), int(native.size())
     if dist.is_initialized():
         raise HvdTrainError(
-            f"torch.distributed is initialised already, on {dist.get_backend()!r}, by this script or a library. Make "
-            f"the Grid first, and leave torch.distributed to it. Received on rank {rank}"
+            f"torch.distributed is initialised already, on {dist.get_backend()!r}. hvdtrain starts it over Horovod: "
+            f"leave init_process_group out, and make one Grid. Received on rank {rank}"
         )
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -44,9 +46,10 @@ def start(groups: Iterable[tuple[int, ...]], *, device: str) -> None:
     _sets[tuple(range(size))] = native.global_process_set
     for ranks in sorted({tuple(sorted(group)) for group in groups} - set(_sets)):
         _sets[ranks] = native.add_process_set(list(ranks))
-    where = None if device == "cpu" else torch.device(device)
+    hook = sys.excepthook
     # Horovod's ranks have found each other: torch's store has nothing to tell them.
-    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size, device_id=where)
+    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size)
+    sys.excepthook = hook  # torch's collects what the hook before it prints, and ours ends the process
 
 
 def stop() -> None:

@@ -46,5 +46,7 @@ def test_every_name_can_be_imported_from_the_path_that_the_page_has(names: Modul
     pytest.importorskip("tensorflow")
     paths = re.findall(r"^\| `(\S+)`", names.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(paths) > 100
+    lacking = [name for name in ("lightning", "transformers") if importlib.util.find_spec(name) is None]
+    paths = [path for path in paths if path.split(".")[1] not in lacking]  # `make models` installs these packages
     done = subprocess.run([sys.executable, "-c", GET_ALL, *paths], capture_output=True, text=True, timeout=100)
     assert done.stdout == f"{len(paths)} names\n", done.stderr
