@@ -248,7 +248,7 @@ def test_a_loss_of_which_a_part_is_divided_by_the_count_is_refused(world, shared
         trainer(bert(), shared_tmp_path, compute_loss_func=loss).train()
 
 
-def test_torch_distributed_is_horovods_and_names_what_it_has_not(world, shared_tmp_path):
+def test_torch_distributed_is_horovods(world, shared_tmp_path):
     hook = sys.excepthook
     trainer(bert(), shared_tmp_path)
     assert sys.excepthook is hook
@@ -263,7 +263,7 @@ def test_torch_distributed_is_horovods_and_names_what_it_has_not(world, shared_t
     torch.distributed.broadcast_object_list(sent, src=1)
     assert sent == [1]
     parts = [torch.empty(1) for _ in range(world.size)]
-    with pytest.raises(RuntimeError, match="Mismatched allgather tensor shapes"):
+    with pytest.raises(RuntimeError, match="Mismatched ALLGATHER tensor shapes"):
         torch.distributed.all_gather(parts, torch.ones(1 + world.rank))
 
 
