@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -319,3 +320,11 @@ def test_a_copy_of_a_sharded_model_is_the_whole_one(make_grid):
     saved = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
+
+
+def test_a_grid_opens_no_port(make_grid, hvd):
+    before = {each.laddr for each in psutil.Process().net_connections()}
+    grid = make_grid(stages=2)
+    dist.all_reduce(torch.ones(2))
+    dist.barrier(grid.group("stage"))
+    assert {each.laddr for each in psutil.Process().net_connections()} <= before
