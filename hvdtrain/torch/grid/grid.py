@@ -156,9 +156,10 @@ class Grid:
             ranks = groups.process_set(self._layout.group(self._world.rank, "stage"))
             square = float(self._world.allreduce(np.array([square]), name="grid.norm", process_set=ranks)[0])
         norm = float(np.sqrt(square))
-        factor = min(1.0, max_norm / (norm + 1e-6))  # torch's, of which 1e-6 avoids a division by 0
-        for gradient in gradients:
-            gradient.detach().mul_(factor)
+        factor = max_norm / (norm + 1e-6)  # torch's, of which 1e-6 avoids a division by 0
+        if not factor >= 1:  # also NaN, with which no stage may take a step that another cannot
+            for gradient in gradients:
+                gradient.detach().mul_(factor)
         return norm
 
     def close(self) -> None:

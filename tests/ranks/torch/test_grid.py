@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import psutil
 import pytest
@@ -206,6 +207,14 @@ def test_a_drop_in_optimizer_averages_over_the_replicas_of_a_part(make_grid, hvd
     net(torch.full((1, 2), float(1 + grid.stage + 2 * grid.replica))).sum().backward()
     optimizer.step()
     torch.testing.assert_close(before - net.weight.detach(), torch.full((1, 2), 2.0 + grid.stage))
+
+
+def test_a_norm_that_is_not_a_number_reaches_the_gradients_of_every_stage(make_grid):
+    grid = make_grid(stages=2)
+    part = nn.Parameter(torch.ones(2))
+    part.grad = torch.tensor([1.0, float("nan") if grid.stage == 1 else 1.0])
+    assert math.isnan(grid.clip_grad_norm_([part], 1.0))
+    assert part.grad.isnan().all()
 
 
 def test_what_takes_every_ranks_model_for_a_whole_one_is_refused(make_grid, hvd):
