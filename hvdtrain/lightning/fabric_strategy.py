@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hvdtrain.torch as hvd
 from hvdtrain.lightning import gradients
 from hvdtrain.lightning.metrics import connect_metrics
-from hvdtrain.lightning.ranks import OnRanks, environment, join_ranks
+from hvdtrain.lightning.ranks import OnRanks
 from hvdtrain.torch.ops import names
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 
@@ -34,11 +34,8 @@ class HorovodFabricStrategy(OnRanks, ParallelStrategy):
         checkpoint_io: Any = None,
         precision: Any = None,
     ) -> None:
-        self._world = world = join_ranks()
-        super().__init__(accelerator, None, environment(world), checkpoint_io, precision)
-        self._options = {"compression": compression, "groups": groups}
+        super().__init__(accelerator, checkpoint_io, precision, compression=compression, groups=groups)
         self._modules: list[nn.Module] = []
-        self._distributed: list[Any] = []
         self._local: list[Any] = []  # optimizers whose gradients are added up on this rank
         self._backward_sync_control = _KeepLocal(self)
 

@@ -35,9 +35,15 @@ def join_ranks() -> World:
 class OnRanks:
     """Put before Lightning's ParallelStrategy among a strategy's bases: devices and collectives."""
 
-    _world: World
     _num_nodes = 1
     _parallel_devices: list[torch.device] | None = None
+
+    def __init__(self, accelerator: Any, checkpoint_io: Any, precision: Any, **options: Any) -> None:
+        self._world = join_ranks()
+        environment = HorovodEnvironment(self._world)
+        super().__init__(accelerator, None, environment, checkpoint_io, precision)  # type: ignore[call-arg]
+        self._options = options  # of `hvd.DistributedOptimizer`
+        self._distributed: list[Any] = []  # the optimizers, but for Lightning's stand-in where there is none
 
     @property
     def root_device(self) -> torch.device:
@@ -154,8 +160,3 @@ def refuse_group(group: Any) -> None:
         raise ValueError(
             f"Process groups are torch.distributed's, and Horovod's ranks are in none. Received: {group!r}"
         )
-
-
-def environment(world: World) -> HorovodEnvironment:
-    """Return the environment that goes with `world`."""
-    return HorovodEnvironment(world)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hvdtrain.torch as hvd
 from hvdtrain.lightning import gradients
 from hvdtrain.lightning.metrics import ComputeTogether, EpochValues, connect_metrics
-from hvdtrain.lightning.ranks import OnRanks, environment, join_ranks
+from hvdtrain.lightning.ranks import OnRanks
 from hvdtrain.lightning.shares import share_batches, share_of
 from hvdtrain.torch.ops import names
 from hvdtrain.torch.ops.average_buffers import average_buffers
@@ -53,10 +53,7 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        self._world = world = join_ranks()
-        super().__init__(accelerator, None, environment(world), checkpoint_io, precision_plugin)
-        self._options = {"compression": compression, "groups": groups}
-        self._distributed: list[Any] = []  # the optimizers, but for Lightning's stand-in where there is none
+        super().__init__(accelerator, checkpoint_io, precision_plugin, compression=compression, groups=groups)
         self._weight = 1.0  # of this rank's batch, in the mean over ranks
         self._is_local = False  # backward passes are added up on this rank
         self._norms: list[Any] = []  # layers that normalize over all ranks

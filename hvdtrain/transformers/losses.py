@@ -8,9 +8,9 @@ number of ranks. So the loss is tested: it is computed with the count, and with 
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.steps.modes import Modes
+
+log = logging.getLogger("hvdtrain")
 
 Kind = Literal["mean", "sum"]  # over a batch; of a batch, divided by the count of labels of all ranks
 _KINDS: tuple[Kind, Kind] = ("mean", "sum")
@@ -61,23 +64,12 @@ def kind_of(compute: Callable[..., torch.Tensor], model: Any, inputs: Any, items
 def _two_losses(compute: Callable[..., torch.Tensor], model: Any, inputs: Any, items: Any) -> list[float]:
     """Compute the loss with the count and with twice the count; the model and random states stay as they are."""
     found = []
-    with _evaluating(model), torch.no_grad():
+    with Modes(model, log.info).evaluating(), torch.no_grad():
         for count in (items, 2 * items):
             with torch.random.fork_rng():
                 loss = compute(model, copy.copy(inputs), num_items_in_batch=count)
             found.append(float(loss.mean()))
     return found
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _compare(once: float, twice: float) -> int:

@@ -46,6 +46,7 @@ class Grid:
         replica, stage, shard, tensor: this rank's place along each.
         data_rank, data_size: rank and num_replicas for a sampler: this rank's number among those that divide the data
             (replicas and shards), and how many there are. Ranks of other stages or tensor parts get the same data.
+        process_set: Horovod's process set of the ranks that hold this rank's part of the model, one in each replica.
 
     Raises:
         ValueError: the number of ranks is no multiple of stages x shard x tensor; with the numbers that are.
@@ -60,15 +61,17 @@ class Grid:
                 "continue without it. Launch with a fixed number of ranks. Received: an elastic job, on rank "
                 f"{world.rank}"
             )
-        hosts = [each["host"] for each in world.allgather_object({"host": socket.gethostname()}, name="grid.hosts")]
+        hosts = world.allgather_object(socket.gethostname(), name="grid.hosts")
         self._world = world
         self._layout = layout = Layout.of(hosts, stages=stages, shard=shard, tensor=tensor)
         self.replicas, self.stages, self.shards, self.tensors = map(layout.length, AXES)
         place = layout.place(world.rank)
         self.replica, self.stage, self.shard, self.tensor = (place[axis] for axis in AXES)
-        data = layout.group(world.rank, "replica", "shard")
-        self.data_rank, self.data_size = data.index(world.rank), len(data)
+        self._data = layout.group(world.rank, "replica", "shard")
+        self.data_rank, self.data_size = self._data.index(world.rank), len(self._data)
         groups.start(_groups(layout))
+        self.process_set = groups.process_set(layout.group(world.rank, "replica"))
+        self._stages_set = groups.process_set(layout.group(world.rank, "stage"))
         self._mesh = DeviceMesh(torch.device(world.device).type, torch.from_numpy(layout.ranks), mesh_dim_names=AXES)
         world.grid = self._in_words()
         atexit.register(self._wait_at_exit)
@@ -89,11 +92,6 @@ class Grid:
     def group(self, axis: str) -> Any:
         """Return torch's process group along an axis, such as `group("stage")` for a PipelineStage."""
         return self.mesh(axis).get_group()
-
-    @property
-    def process_set(self) -> Any:
-        """Horovod's process set of the ranks that hold this rank's part of the model, one in each replica."""
-        return groups.process_set(self._layout.group(self._world.rank, "replica"))
 
     def broadcast_parameters(self, module: nn.Module) -> None:
         """Overwrite the parameters and buffers of this rank's part with those of the first replica. A collective."""
@@ -140,7 +138,7 @@ class Grid:
             count: samples in this rank's batch, or what its loss is the mean of; the same on ranks with the same data.
         """
         counts = self._world.allgather(np.array([count], np.int64), name="grid.counts")
-        total = sum(int(counts[rank]) for rank in self._layout.group(self._world.rank, "replica", "shard"))
+        total = sum(int(counts[rank]) for rank in self._data)
         if not total:
             raise ValueError(f"No rank has a sample in this step. Received: count={count} on rank {self._world.rank}")
         return count * self.data_size / total
@@ -153,8 +151,8 @@ class Grid:
         gradients = [each.grad for each in parameters if each.grad is not None]
         square = float(sum(_norm(part) ** 2 for part in _alike(gradients)))
         if self.stages > 1:
-            ranks = groups.process_set(self._layout.group(self._world.rank, "stage"))
-            square = float(self._world.allreduce(np.array([square]), name="grid.norm", process_set=ranks)[0])
+            how = {"name": "grid.norm", "process_set": self._stages_set}
+            square = float(self._world.allreduce(np.array([square]), **how)[0])
         norm = float(np.sqrt(square))
         factor = max_norm / (norm + 1e-6)  # torch's, of which 1e-6 avoids a division by 0
         if not factor >= 1:  # also NaN, with which no stage may take a step that another cannot
