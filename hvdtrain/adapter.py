@@ -147,6 +147,10 @@ class HostArrays(Mapping[str, NDArray[Any]]):
     def _of(self, tensors: Mapping[str, Any]) -> HostArrays:
         return HostArrays(tensors, self._read, self._kind, self._digest)
 
+    def tensor(self, name: str) -> Any:
+        """Return what an array is read from: a tensor of the framework's, or an array."""
+        return self._tensors[name]
+
     def is_stored(self, name: str) -> bool:
         """Return whether an array is in a file."""
         return isinstance(self._tensors[name], StoredArray)
@@ -212,6 +216,8 @@ class State:
     # Arrays that are not in `arrays`. Names and order are equal on all ranks, which gather them one after the other.
     sharded: dict[str, ShardedArray] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()  # arrays that `load_state` is not given: ranks keep their parts of them
+    # What this rank holds of arrays in `sharded`, and the ranks of `World.part_set` hold alike; for `SyncCheck`.
+    part: Mapping[str, Any] = field(default_factory=dict)
 
     def kind(self, name: str) -> Kind:
         """Return the shape and type of one of `arrays`, which is not read."""
@@ -220,13 +226,13 @@ class State:
     def copied(self) -> State:
         """Return a copy, with the whole of arrays in parts, in this rank's memory; a collective."""
         whole = {name: np.asarray(each.gather(True)) for name, each in self.sharded.items()}
-        return replace(self, arrays={name: np.array(each) for name, each in self.arrays.items()} | whole, sharded={})
+        arrays = {name: np.array(each) for name, each in self.arrays.items()} | whole
+        return replace(self, arrays=arrays, sharded={}, part={})
 
     def digest(self, name: str) -> bytes:
-        """Return the digest of an array's bits, type and shape."""
-        if isinstance(self.arrays, HostArrays):
-            return self.arrays.digest(name)
-        return checksums.of_array(self.arrays[name])
+        """Return the digest of the bits, type and shape of an array, or of one in `part`."""
+        arrays = self.arrays if name in self.arrays else self.part
+        return arrays.digest(name) if isinstance(arrays, HostArrays) else checksums.of_array(arrays[name])
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback, RunContext
 from hvdtrain.distributed import agreement, checksums
+from hvdtrain.distributed.data_ranks import PartRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import DesyncError
 
@@ -185,7 +187,7 @@ def interval(*, cost: float, step: float) -> int:
 
 def digests(state: State, *, settled: bool) -> dict[str, bytes]:
     """Return digests of tensors and settings, by name; those in `State.per_rank` only if settled."""
-    compared = (name for name in state.arrays if settled or name not in state.per_rank)
+    compared = (name for name in [*state.arrays, *state.part] if settled or name not in state.per_rank)
     return {name: state.digest(name) for name in compared} | {SETTINGS: checksums.of_json(state.meta)}
 
 
@@ -195,19 +197,37 @@ def equal(mine: Mapping[str, bytes], *, world: World, figures: Sequence[int] = (
     The maximum of a value and the maximum of its complement are complements only if all ranks gave the same value.
     """
     ours = np.frombuffer(checksums.combined(mine), np.int64)
+    if world.part_set is not None:
+        return _equal_parts(ours, world, figures)
     largest = world.allreduce(np.concatenate([ours, ~ours, np.array(figures, np.int64)]), "max", name="sync")
     return bool((largest[:2] == ~largest[2:4]).all()), [int(each) for each in largest[4:]]
 
 
+def _equal_parts(ours: NDArray[np.int64], world: World, figures: Sequence[int]) -> tuple[bool, list[int]]:
+    """Do so where a Grid divides the model: the ranks of each part have equal digests."""
+    largest = PartRanks(world).allreduce(np.concatenate([ours, ~ours]), "max", name="sync.part")
+    differ = bool((largest[:2] != ~largest[2:]).any())
+    differ, *found = world.allreduce(np.array([differ, *figures], np.int64), "max", name="sync").tolist()
+    return not differ, found
+
+
 def difference(mine: Mapping[str, bytes], *, world: World) -> tuple[str, bool]:
     """Return `describe` of all ranks; a collective call, for when `equal` has returned False."""
-    report = {"host": socket.gethostname(), "digests": {name: each.hex() for name, each in mine.items()}}
-    return describe(world.allgather_object(report, name="desync"))
+    part = None if world.grid is None else world.grid.part
+    report = {"host": socket.gethostname(), "digests": {name: each.hex() for name, each in mine.items()}, "part": part}
+    reports = [{**each, "rank": rank} for rank, each in enumerate(world.allgather_object(report, name="desync"))]
+    parts = [[each for each in reports if each["part"] == part] for part in dict.fromkeys(r["part"] for r in reports)]
+    return describe(next((each for each in parts if _differ(each)), reports))
+
+
+def _differ(reports: Sequence[Mapping[str, Any]]) -> bool:
+    return any(each["digests"] != reports[0]["digests"] for each in reports)
 
 
 def describe(reports: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     """Say which tensor differs first, and where; and whether rank 0 is in a minority, with this or a later tensor."""
-    size, hosts = len(reports), [report["host"] for report in reports]
+    size = len(reports)
+    hosts = [f"{report.get('rank', index)} ({report['host']})" for index, report in enumerate(reports)]
     names = dict.fromkeys(name for report in reports for name in report["digests"])
     groups = {name: _groups([report["digests"].get(name) for report in reports]) for name in names}
     differing = {name: each for name, each in groups.items() if len(each) > 1}
@@ -240,6 +260,6 @@ def _minority(groups: Sequence[Sequence[int]], size: int) -> list[int]:
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    named = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:_NAMED])
+    named = ", ".join(hosts[rank] for rank in ranks[:_NAMED])
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

@@ -1,4 +1,4 @@
-"""DataRanks: the ranks that divide the data, with collectives on host arrays over them."""
+"""Some ranks of the job, with collectives on host arrays: those that divide the data, those with one part of a model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from hvdtrain.distributed.world import Array, Op, World
 
 
 @dataclass(frozen=True)
-class DataRanks:
-    """The ranks that divide the data, one for each replica of the model: all ranks, unless `World.data_set` is fewer.
-
-    Ask DataRanks for what counts samples or replicas: parts of data, weights of losses, sums of metrics, the learning
-    rate, progress. Ask the World for what every process takes part in (checkpoints, heartbeats, barriers, agreement,
-    the order of all samples), and for the number of a rank in messages.
-    """
+class _Ranks:
+    """The ranks of a process set, this one among them."""
 
     world: World
 
@@ -24,7 +19,7 @@ class DataRanks:
     @property
     def process_set(self) -> Any:
         """Horovod's process set; None for all ranks."""
-        return self.world.data_set
+        raise NotImplementedError
 
     @property
     def rank(self) -> int:
@@ -51,3 +46,29 @@ class DataRanks:
     def allgather_object(self, obj: Any, *, name: str) -> list[Any]:
         """Return the JSON value of each of these ranks, in their order."""
         return self.world.allgather_object(obj, name=name, process_set=self.process_set)
+
+
+class DataRanks(_Ranks):
+    """The ranks that divide the data, one for each replica of the model: all ranks, unless `World.data_set` is fewer.
+
+    Ask DataRanks for what counts samples or replicas: parts of data, weights of losses, sums of metrics, the learning
+    rate, progress. Ask the World for what every process takes part in (checkpoints, heartbeats, barriers, agreement,
+    the order of all samples), and for the number of a rank in messages.
+    """
+
+    @property
+    def process_set(self) -> Any:
+        """Horovod's process set; None for all ranks."""
+        return self.world.data_set
+
+
+class PartRanks(_Ranks):
+    """The ranks that hold the same part of the model, one in each replica: all ranks, unless a Grid divides it.
+
+    Ask PartRanks for what averages gradients or weights, or compares them. With shards they are fewer than DataRanks.
+    """
+
+    @property
+    def process_set(self) -> Any:
+        """Horovod's process set; None for all ranks."""
+        return self.world.part_set

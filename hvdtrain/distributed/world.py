@@ -60,12 +60,15 @@ class World:
         seed: default seed of the order of samples.
         data_set: the process set of Horovod's over which this rank's replicas divide the data; None for all ranks.
             `DataRanks` are these.
-        grid: how a `hvdtrain.torch.grid.Grid` divides the model, in words: "stages=2"; "" if each rank has it whole.
+        part_set: the process set of the ranks that hold the same part of the model; None for all ranks, which then have
+            it whole. `PartRanks` are these.
+        grid: the `hvdtrain.torch.Grid` that divides the model; None if each rank has it whole.
     """
 
     seed: int | None = None
     data_set: Any = None
-    grid: str = ""
+    part_set: Any = None
+    grid: Any = None
 
     def __init__(self, engine: str, horovod: ModuleType, device: str) -> None:
         self.engine = engine
@@ -360,10 +363,10 @@ def current() -> World:
 
 def refuse_grid(what: str, instead: str) -> None:
     """Raise HvdTrainError if a Grid divides the model, and `what` takes every rank's for a whole one."""
-    if _world is not None and _world.grid:
+    if _world is not None and _world.grid is not None:
         raise HvdTrainError(
             f"{what} takes every rank's model for a whole one, and a Grid divides it. {instead}. Received: "
-            f"Grid({_world.grid}), on rank {_world.rank}"
+            f"{_world.grid}, on rank {_world.rank}"
         )
 
 

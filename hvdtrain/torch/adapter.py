@@ -35,7 +35,7 @@ from hvdtrain.torch.reduction.memory import held_by
 from hvdtrain.torch.reduction.shard_commits import commits_of
 from hvdtrain.torch.reduction.weight_access import Changes, Optimizers, WeightAccess
 from hvdtrain.torch.steps import activations, meta_device, training_state
-from hvdtrain.torch.steps.arguments import check, check_collectives
+from hvdtrain.torch.steps.arguments import check, check_collectives, check_grid
 from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.compute import (
     LossStep,
@@ -46,6 +46,7 @@ from hvdtrain.torch.steps.compute import (
     sum_of_nothing,
     without_gradient,
 )
+from hvdtrain.torch.steps.grid_state import GridState, from_own_names, own_names
 from hvdtrain.torch.steps.loss_check import LossCheck, as_module
 from hvdtrain.torch.steps.losses import as_tensor
 from hvdtrain.torch.steps.metrics import Totals, named_metrics
@@ -85,7 +86,9 @@ class TorchAdapter:
         self.notes: list[str] = []
         if world.size > 1 or launch_environment.is_elastic():
             self.notes += filter(None, [convert_torchs(model)])
-        check(model, optimizers, loss, step, options)
+        with agreement.everywhere(world=world, name="grid.check") if world.grid is not None else _PLAIN:
+            check(model, optimizers, loss, step, options)
+            check_grid(model, optimizers, options, world, has_step=step is not None)
         lazy.agree(model, world)
         self._options, self._world, self._device = options, world, torch.device(world.device)
         if self._device.type == "cuda" and gpu_path.is_async():
@@ -104,6 +107,9 @@ class TorchAdapter:
         named = named_metrics(metrics, loss)
         split = DataRanks(world).size > 1 or options.accumulate > 1 or options.micro_batch is not None or options.cutoff
         self._loss_check = LossCheck(loss, world, split=split)
+        self._stages: Any = None  # computes a pipeline
+        if world.grid is not None and world.grid.stages > 1:
+            self._stages = self._make_stages(model, loss)
         self._step: LossStep | OwnStep = LossStep(model, loss, self._to_device, world.rank, self._loss_check)
         if step is not None:
             kind = YieldingStep if several else OwnStep
@@ -128,7 +134,11 @@ class TorchAdapter:
         self._names = Names(list(optimizers), world)
         self.fault: Fault | None = None
         self._is_built, self._is_checked = lazy.first(model) is None, False
-        self._micro_batches = MicroBatches(options.micro_batch, model, world)
+        parts = model.micro_batches if self._stages is not None else 1
+        self._micro_batches = MicroBatches(options.micro_batch, model, world, parts=parts)
+        self._grid_state: GridState | None = None
+        if world.grid is not None:
+            self._grid_state = GridState(world.grid, model, lambda: (self._update.optimizer, self._update.scaler))
         shards = [each for update in self._updates.values() for each in update.exchanges.shards]
         self.shard_commits = commits_of(lambda: shards) if shards else None
         undoes = options.nan_policy in ("skip", "stop") or options.micro_batch == "auto"
@@ -202,10 +212,11 @@ class TorchAdapter:
         held |= self._changes.compressor.state()
         if self._training:
             held |= self._totals.arrays()
-        return held
+        return held if self._grid_state is None else own_names(held, self._world.grid)
 
     @rank_state.setter
     def rank_state(self, held: dict[str, NDArray[Any]]) -> None:
+        held = from_own_names(held, self._world.grid)
         training_state.set_rank_state(held, self._model)
         if _TRAINED in held and (changed := training_state.set_trained_flags(held[_TRAINED], self._model)):
             self.notes.append(f"requires_grad is as in the checkpoint: changed for {_count(changed)}")
@@ -237,11 +248,36 @@ class TorchAdapter:
         self._end_open_steps()
         self._modes.start()
         self._loss_check.begin()
-        if self._reduced:
+        if self._grid_state is not None:
+            self._start_parts(self._grid_state)
+        elif self._reduced:
             hvd.broadcast_parameters([*names.parameters(self._model), *names.buffers(self._model)], root_rank=0)
         for update in self._updates.values():
             update.start()
         self._changes.compressor.reset()
+
+    def _start_parts(self, state: GridState) -> None:
+        """Give each part of the model to its ranks: that of the root, which has loaded it, or of the first replica."""
+        state.start(self._own_state)
+        grid = self._world.grid
+        grid.broadcast_parameters(self._model)
+        optimizer = self._update.optimizer
+        hvd.broadcast_optimizer_state(optimizer, root_rank=grid.part_root, process_set=grid.process_set)
+
+    def _make_stages(self, stage: Any, loss: Any) -> Any:
+        """Return what computes the stages of a pipeline; imported here, because torch's schedules take a while."""
+        from hvdtrain.torch.steps.stage_step import StageStep
+
+        stage.within = self._within_stage
+        check = self._loss_check
+        return StageStep(stage, loss, self._to_device, self._world.rank, check, lambda *each: self._totals.add(*each))
+
+    @contextmanager
+    def _within_stage(self, samples: int) -> Iterator[None]:
+        """Compute so many samples of a stage in the chosen precision."""
+        norms = self._normalize_by_running_statistics() if samples == 1 and self._model.training else _PLAIN
+        with self._autocast(), self._checkpoints, norms:
+            yield
 
     def _build(self, batch: Batch) -> None:
         """Give lazy modules their shapes by the first batch, on all ranks, which then begin with the root's weights."""
@@ -339,6 +375,9 @@ class TorchAdapter:
         """Forward and backward over each batch of a step; `again` if the metrics have counted them."""
         update = self._update
         weights = update.begin(batches, everyone=self._syncs_in_forward, first=first)
+        if self._stages is not None:
+            self._stages.train(batches, weights, update.scaled)
+            return
         for index, batch in enumerate(batches):
             loss = None
             if batch.local_count:  # also if no label counts: metrics and running statistics take all samples
@@ -417,6 +456,9 @@ class TorchAdapter:
     def _evaluate_batch(self, batch: Batch) -> None:
         counted = self._update.weights.count(batch)
         self._modes.evaluate()
+        if self._stages is not None:
+            self._stages.evaluate(batch, counted)
+            return
         with torch.no_grad():  # not inference_mode, in which a step could not compute a gradient that it needs
             if not isinstance(self._step, YieldingStep):
                 self._forward(batch, counted) if batch.local_count else self._run_empty(batch)
@@ -433,12 +475,16 @@ class TorchAdapter:
         if self._world.size > 1:
             lazy.check(names.parameters(self._model), what="predict before fit")
         with self._modes.evaluating(), torch.no_grad(), self._autocast():
-            outputs = self._step.predict(inputs)
+            outputs = (self._step if self._stages is None else self._stages).predict(inputs)
         return tree_map(training_state.to_host, outputs)
 
     def metrics(self, reduce: Reduce, *, keep: bool = False) -> dict[str, float]:
         """Return means over all samples, and the results of metrics with state."""
-        results = self._totals.results(reduce, live=keep)
+        if self._stages is None:
+            results = self._totals.results(reduce, live=keep)
+        else:  # the last stage has counted
+            results = self._totals.results(reduce, live=keep) if self._stages.has_metrics else {}
+            results = self._stages.share(results)
         if not keep:
             self._loss_check.end_evaluation()
             self.reset_metrics()
@@ -452,7 +498,9 @@ class TorchAdapter:
 
     def local_metrics(self) -> dict[str, float]:
         """Return this rank's metrics since they were started."""
-        return self.metrics(lambda local: local, keep=True)
+        if self._stages is not None and not self._stages.has_metrics:
+            return {}
+        return self._totals.results(lambda local: local, live=True)
 
     def abandon(self) -> None:
         """Let no other rank wait for this one's steps."""
@@ -487,12 +535,20 @@ class TorchAdapter:
 
     def state(self) -> State:
         """Return weights, buffers, optimizer state and scaler, as arrays that the next step may change."""
-        state = training_state.capture(self._model, self._optimizers())
+        state = self._own_state()
+        if self._grid_state is not None:
+            return self._grid_state.capture(state)
         arrays, meta = self._update.exchanges.used.state()
         return replace(state, arrays=state.arrays | arrays, meta=state.meta | meta, pending=frozenset(arrays))
 
+    def _own_state(self) -> State:
+        return training_state.capture(self._model, self._optimizers())
+
     def load_state(self, state: State) -> None:
         """Restore a state; raises ValueError naming the first tensor that does not fit, before anything changes."""
+        if self._grid_state is not None:
+            self._grid_state.load(state)
+            return
         training_state.restore(state, self._model, self._optimizers())
         self._update.exchanges.used.load(state.arrays, state.meta)
 

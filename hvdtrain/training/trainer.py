@@ -142,7 +142,8 @@ class Trainer:
     ) -> None:
         self.model = model
         self.world: World = init_if_missing(framework_of(model))
-        refuse_grid("hvdtrain.Trainer", "Train it in a custom loop")
+        if framework_of(model) == "keras":
+            refuse_grid("A Trainer of a Keras model", "Keras on JAX has ModelParallel of its own")
         self.epochs: int | None = 0
         self.hosts: list[str] = []
         self.steps_per_epoch: int | None = None

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,11 @@ from hvdtrain.distributed.world import init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import groups
 from hvdtrain.torch.grid.layout import AXES, Layout
+from hvdtrain.torch.grid.pipeline import Stage
 from hvdtrain.torch.ops import engine, gather_ops, reduce_ops
 
 log = logging.getLogger("hvdtrain")
+_WITHIN = ("stage", "shard", "tensor")  # the axes within a replica
 
 
 class Grid:
@@ -47,6 +49,9 @@ class Grid:
         data_rank, data_size: rank and num_replicas for a sampler: this rank's number among those that divide the data
             (replicas and shards), and how many there are. Ranks of other stages or tensor parts get the same data.
         process_set: Horovod's process set of the ranks that hold this rank's part of the model, one in each replica.
+        stages_set: that of the ranks that are stages of one pipeline with this one.
+        replica_set: that of the ranks of this rank's replica.
+        world: the ranks of the job.
 
     Raises:
         ValueError: the number of ranks is no multiple of stages x shard x tensor; with the numbers that are.
@@ -62,7 +67,7 @@ class Grid:
                 f"{world.rank}"
             )
         hosts = world.allgather_object(socket.gethostname(), name="grid.hosts")
-        self._world = world
+        self.world = world
         self._layout = layout = Layout.of(hosts, stages=stages, shard=shard, tensor=tensor)
         self.replicas, self.stages, self.shards, self.tensors = map(layout.length, AXES)
         place = layout.place(world.rank)
@@ -71,12 +76,59 @@ class Grid:
         self.data_rank, self.data_size = self._data.index(world.rank), len(self._data)
         groups.start(_groups(layout))
         self.process_set = groups.process_set(layout.group(world.rank, "replica"))
-        self._stages_set = groups.process_set(layout.group(world.rank, "stage"))
+        self.stages_set = groups.process_set(layout.group(world.rank, "stage"))
+        self.replica_set = groups.process_set(layout.group(world.rank, *_WITHIN))
         self._mesh = DeviceMesh(torch.device(world.device).type, torch.from_numpy(layout.ranks), mesh_dim_names=AXES)
-        world.grid = self._in_words()
+        world.grid, world.part_set = self, self.process_set
+        world.data_set = groups.process_set(self._data)
         atexit.register(self._wait_at_exit)
         if world.is_root:
             self._say()
+
+    def pipeline(
+        self,
+        model: nn.Sequential,
+        *,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        at: Sequence[str] = (),
+    ) -> Stage:
+        """Return this rank's stage of a model, for the Trainer or a custom loop; see `Stage`.
+
+        Args:
+            model: its layers; the same on all ranks. Each stage gets some that follow each other.
+            micro_batches: parts of a batch that go through the stages one after the other, at least as many as stages.
+                Stages wait for (stages - 1) / (micro_batches + stages - 1) of a step's time.
+            schedule: torch's "1f1b", in which a stage holds the activations of at most `stages` micro-batches, or
+                "gpipe", in which it holds those of all.
+            at: names of the layers with which the stages after the first begin, such as ["3", "6"]. By default the
+                largest stage is as small as possible, in bytes of parameters and buffers.
+
+        Raises:
+            TypeError: the model is no nn.Sequential.
+            ValueError: there are fewer layers than stages, a parameter is in two stages, or an argument is out of range.
+        """
+        if not isinstance(model, nn.Sequential):
+            raise TypeError(
+                "A pipeline takes an nn.Sequential, whose layers it divides among the stages. Received: "
+                f"{type(model).__name__} on rank {self.world.rank}"
+            )
+        layers = {name: layer for name, layer in model._modules.items() if layer is not None}
+        return Stage(self, layers, micro_batches=micro_batches, schedule=schedule, at=at)
+
+    def rank_of(self, *, stage: int) -> int:
+        """Return the rank of a stage, among those that are stages of one pipeline with this rank."""
+        return self._layout.group(self.world.rank, "stage")[stage]
+
+    @property
+    def part(self) -> str:
+        """The name of this rank's part of the model: its stage, shard and tensor part."""
+        return f"{self.stage}.{self.shard}.{self.tensor}"
+
+    @property
+    def part_root(self) -> int:
+        """The rank of the first replica that holds this rank's part of the model."""
+        return self._layout.group(self.world.rank, "replica")[0]
 
     def mesh(self, *axes: str) -> DeviceMesh:
         """Return torch's mesh of the ranks that differ from this one along these axes only.
@@ -97,7 +149,7 @@ class Grid:
         """Overwrite the parameters and buffers of this rank's part with those of the first replica. A collective."""
         if self.replicas == 1:
             return
-        root = self._layout.group(self._world.rank, "replica")[0]
+        root = self.part_root
         held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
         how = {"root_rank": root, "process_set": self.process_set}
         handles = [
@@ -120,7 +172,7 @@ class Grid:
             return
         trained = [each for each in parameters if each.requires_grad]
         has = np.array([each.grad is not None for each in trained], np.int32)
-        somewhere = self._world.allreduce(has, "max", name="grid.flags", process_set=self.process_set)
+        somewhere = self.world.allreduce(has, "max", name="grid.flags", process_set=self.process_set)
         used = [each for each, flag in zip(trained, somewhere, strict=True) if flag]
         for parameter in used:
             if parameter.grad is None:
@@ -137,10 +189,10 @@ class Grid:
         Args:
             count: samples in this rank's batch, or what its loss is the mean of; the same on ranks with the same data.
         """
-        counts = self._world.allgather(np.array([count], np.int64), name="grid.counts")
+        counts = self.world.allgather(np.array([count], np.int64), name="grid.counts")
         total = sum(int(counts[rank]) for rank in self._data)
         if not total:
-            raise ValueError(f"No rank has a sample in this step. Received: count={count} on rank {self._world.rank}")
+            raise ValueError(f"No rank has a sample in this step. Received: count={count} on rank {self.world.rank}")
         return count * self.data_size / total
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
@@ -151,8 +203,8 @@ class Grid:
         gradients = [each.grad for each in parameters if each.grad is not None]
         square = float(sum(_norm(part) ** 2 for part in _alike(gradients)))
         if self.stages > 1:
-            how = {"name": "grid.norm", "process_set": self._stages_set}
-            square = float(self._world.allreduce(np.array([square]), **how)[0])
+            how = {"name": "grid.norm", "process_set": self.stages_set}
+            square = float(self.world.allreduce(np.array([square]), **how)[0])
         norm = float(np.sqrt(square))
         factor = max_norm / (norm + 1e-6)  # torch's, of which 1e-6 avoids a division by 0
         if not factor >= 1:  # also NaN, with which no stage may take a step that another cannot
@@ -164,7 +216,7 @@ class Grid:
         """End torch.distributed, and give the groups back. A collective; at the end of a script it is not needed."""
         atexit.unregister(self._wait_at_exit)
         groups.stop()
-        self._world.grid = ""
+        self.world.grid = self.world.part_set = self.world.data_set = None
 
     def _wait_at_exit(self) -> None:
         """Let ranks whose script ends early wait for the others: a rank that leaves ends Horovod for all.
@@ -173,7 +225,10 @@ class Grid:
         """
         if not watchdog.is_ending():
             with contextlib.suppress(Exception):  # another rank has failed, and says so itself
-                self._world.allreduce(np.zeros(1, np.int32), name="grid.end")
+                self.world.allreduce(np.zeros(1, np.int32), name="grid.end")
+
+    def __str__(self) -> str:
+        return f"Grid({self._in_words()})"
 
     def _in_words(self) -> str:
         lengths = {"stages": self.stages, "shard": self.shards, "tensor": self.tensors}
@@ -194,8 +249,9 @@ class Grid:
 
 
 def _groups(layout: Layout) -> set[tuple[int, ...]]:
-    """Return the groups of ranks that exchange something: along each axis, the two ends of a message, the data's."""
+    """Return the groups of ranks that exchange something: along each axis, the data's, replicas, ends of a message."""
     found = {group for axis in AXES for group in layout.groups(axis)} | set(layout.groups("replica", "shard"))
+    found |= set(layout.groups(*_WITHIN))
     for stages in layout.groups("stage"):  # a stage sends to the next one; with several a rank, the last to the first
         found |= {(rank, stages[(index + 1) % len(stages)]) for index, rank in enumerate(stages) if len(stages) > 1}
     return found

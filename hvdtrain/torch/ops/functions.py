@@ -21,7 +21,7 @@ from hvdtrain.torch.ops.gather_ops import allgather_async, broadcast_async_
 from hvdtrain.torch.ops.names import parameters_of
 
 
-def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
+def broadcast_parameters(params: Any, root_rank: int = 0, process_set: Any = None) -> None:
     """Overwrite tensors with the root's, in place, and touch nothing else.
 
     Takes tensors of any type, layout and shape. Entries that are not tensors are left alone, with a warning.
@@ -30,6 +30,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         params: `model.state_dict()`, `model.named_parameters()`, `model.parameters()`, or any dict or iterable of
             tensors or (name, tensor); else ValueError. Names and order must be equal on all ranks.
         root_rank: rank whose tensors all ranks get.
+        process_set: the ranks, the root among them; None means all.
     """
     if isinstance(params, Mapping):
         items: list[tuple[Any, Any]] = sorted(params.items(), key=lambda item: str(item[0]))
@@ -43,10 +44,12 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     if skipped:
         words = "left these alone, since they are not tensors: {}. Send them with hvd.broadcast_object."
         warnings.warn(f"broadcast_parameters {words.format(', '.join(skipped))}", stacklevel=2)
-    if engine.native().size() == 1:
+    process_set = engine.global_set(process_set)
+    if process_set.size() == 1:
         return
     lazy.check(items, what="broadcast_parameters")
-    for handle in [broadcast_async_(p, root_rank, f"parameter.{name}") for name, p in items if isinstance(p, Tensor)]:
+    tensors = [(f"parameter.{name}", p) for name, p in items if isinstance(p, Tensor)]
+    for handle in [broadcast_async_(p, root_rank, name, process_set) for name, p in tensors]:
         handle.wait()
 
 
@@ -111,7 +114,9 @@ class _Param:
     index: int  # of a parameter among all of the optimizer's, where it is a key or a value of the state
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None, process_set: Any = None
+) -> None:
     """Overwrite `optimizer`'s state and options (learning rates and so on) with the root's.
 
     No step is taken and no gradient is touched. The root or the others may have no state yet. Tensors keep their memory
@@ -121,36 +126,39 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         optimizer: a plain or a distributed optimizer; parameter groups of equal lengths on all ranks.
         root_rank: rank whose state all ranks get.
         model: not needed; taken since Horovod's has it.
+        process_set: the ranks, the root among them; None means all.
 
     Raises:
         ValueError: on every rank, if one has other parameter groups than the root.
     """
-    if engine.native().size() == 1:
+    process_set = engine.global_set(process_set)
+    if process_set.size() == 1:
         return
     shards = optimizer.__dict__.get("_hvd_shards")
     with nullcontext() if shards is None else shards.set_aside():  # a state of which each rank holds a part
-        _broadcast(optimizer, root_rank)
+        _broadcast(optimizer, root_rank, process_set)
     if shards is not None:
         shards.spread(root_rank)
 
 
-def _broadcast(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+def _broadcast(optimizer: torch.optim.Optimizer, root_rank: int, process_set: Any) -> None:
     params = parameters_of(optimizer)
     is_root = engine.native().rank() == root_rank
     tensors: list[Tensor] = []
     layout = _describe(optimizer, params, tensors) if is_root else None
-    groups, state = broadcast_object(layout, root_rank)
+    groups, state = broadcast_object(layout, root_rank, process_set=process_set)
     ours = [len(group["params"]) for group in optimizer.param_groups]
-    for rank, lengths in enumerate(allgather_object(ours)):
+    for rank, lengths in enumerate(allgather_object(ours, process_set=process_set)):
         if lengths != groups["lengths"]:
             raise ValueError(
                 f"Optimizers differ: rank {rank} has parameter groups of {lengths} parameters, rank {root_rank} of "
                 f"{groups['lengths']}. Build the same optimizer on every rank before broadcast_optimizer_state."
             )
     if is_root:
-        handles = [broadcast_async_(t, root_rank, f"optimizer_state.{i}") for i, t in enumerate(tensors)]
+        handles = [broadcast_async_(t, root_rank, f"optimizer_state.{i}", process_set) for i, t in enumerate(tensors)]
     else:
-        handles = _assign(optimizer, params, groups["options"], state, root_rank)
+        send = functools.partial(broadcast_async_, root_rank=root_rank, process_set=process_set)
+        handles = _assign(optimizer, params, groups["options"], state, send)
     for handle in handles:
         handle.wait()
 
@@ -177,7 +185,11 @@ def _describe(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], tensor
 
 
 def _assign(
-    optimizer: torch.optim.Optimizer, params: Sequence[Tensor], options: list[Any], state: list[Any], root_rank: int
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    options: list[Any],
+    state: list[Any],
+    send: Callable[..., Handle],
 ) -> list[Handle]:
     """Put the root's values where they belong; return handles on the tensors among them."""
     handles = []
@@ -191,7 +203,7 @@ def _assign(
         wanted = (value.shape, value.dtype, device)
         fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == wanted
         tensor = old if fits else torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-        handles.append(broadcast_async_(tensor, root_rank, f"optimizer_state.{value.index}"))
+        handles.append(send(tensor, name=f"optimizer_state.{value.index}"))
         return tensor
 
     for group, values in zip(optimizer.param_groups, options, strict=True):

@@ -14,9 +14,10 @@ from torch.nn import Parameter
 from hvdtrain import adapter
 from hvdtrain.data.trees import as_array
 from hvdtrain.distributed.gradient_memory import CHANGE
+from hvdtrain.distributed.data_ranks import PartRanks
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
-from hvdtrain.torch.ops import engine, pack
+from hvdtrain.torch.ops import divided, engine, pack
 from hvdtrain.torch.ops.compression import resolve
 from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.ops.submit import Reduction
@@ -75,7 +76,7 @@ class WeightAccess:
         has_state = np.array([bool(optimizer.state.get(p)) for optimizer, p in parameters], np.float64)
         scales = [-scaler.state_dict()[name] for scaler in scalers for name in _SCALE]
         mine = np.array([*has_state, *-has_state, *scales], np.float64)
-        found = self._world.allreduce(mine, "max", name="weights")
+        found = PartRanks(self._world).allreduce(mine, "max", name="weights")
         anywhere, nowhere_missing = found[: len(parameters)], -found[len(parameters) : 2 * len(parameters)]
         self._add_missing(parameters, np.flatnonzero(anywhere != nowhere_missing).tolist())
         agreed = iter(found[2 * len(parameters) :].tolist())
@@ -89,7 +90,7 @@ class WeightAccess:
         if not lacking:
             return
         mine = {str(i): _described(*parameters[i]) for i in lacking if parameters[i][0].state.get(parameters[i][1])}
-        everyones = self._world.allgather_object(mine, name="access.entries")
+        everyones = PartRanks(self._world).allgather_object(mine, name="access.entries")
         known = {number: entries for each in reversed(everyones) for number, entries in each.items()}
         for number in (i for i in lacking if str(i) not in mine):
             optimizer, parameter = parameters[number]
@@ -100,7 +101,7 @@ class WeightAccess:
         if not counters:
             return
         mine = np.array([float(state[name]) for state, name in counters])
-        largest = self._world.allreduce(mine, "max", name="access.counters").tolist()
+        largest = PartRanks(self._world).allreduce(mine, "max", name="access.counters").tolist()
         for (state, name), value in zip(counters, largest, strict=True):
             if isinstance(state[name], Tensor):
                 state[name].fill_(value)
@@ -136,8 +137,9 @@ class WeightAccess:
         _unflatten(arrays, self._moments())
 
     def mean(self, arrays: Sequence[Tensor], *, name: str, compression: str) -> Callable[[], list[Tensor]]:
-        """Start to average over all ranks."""
-        how, compressor = Reduction(engine.Average, process_set=engine.global_set()), resolve(compression)
+        """Start to average over the ranks that hold these weights."""
+        ranks = engine.global_set(self._world.part_set)
+        how, compressor = Reduction(engine.Average, process_set=ranks), resolve(compression)
         if compressor.has_memory:
             finish = self._changes.mean(arrays, self._parameters(), how, name)
         else:
@@ -163,7 +165,7 @@ class WeightAccess:
         return [p for optimizer, _ in self._optimizers.values() for p in _trained(optimizer)]
 
     def _weights(self) -> list[Tensor]:
-        return [as_real(p.detach()) for p in self._parameters()]
+        return [as_real(divided.local(p.detach())) for p in self._parameters()]
 
     def _entries(self) -> Iterator[tuple[Parameter, dict[str, Any], str]]:
         for optimizer, _ in self._optimizers.values():
@@ -173,7 +175,8 @@ class WeightAccess:
 
     def _moments(self) -> list[Tensor]:
         entries = self._entries()
-        return [as_real(state[name]) for parameter, state, name in entries if _is_moment(parameter, name, state[name])]
+        moments = (state[name] for parameter, state, name in entries if _is_moment(parameter, name, state[name]))
+        return [as_real(divided.local(each)) for each in moments]
 
     def _counters(self) -> Iterator[tuple[dict[str, Any], str]]:
         for parameter, state, name in self._entries():

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from hvdtrain.adapter import Need, Options, Refusal, shard_refusals
-from hvdtrain.torch.ops import dtypes, lazy
+from hvdtrain.distributed import world as worlds
+from hvdtrain.distributed.world import World
+from hvdtrain.torch.ops import divided, dtypes, lazy
 from hvdtrain.torch.ops.compression import resolve
 from hvdtrain.torch.ops.sync_batch_norm import SyncBatchNorm
 from hvdtrain.torch.reduction.shardable import check_class
@@ -70,6 +72,9 @@ def _refusals(model: nn.Module, optimizers: dict[str, Any], options: Options) ->
         reason = "its errors have the loss's scale, which a rank that is behind does not know; use precision='bf16'"
         yield Refusal(("open steps",), received, reason)
     yield from shard_refusals(options)
+    if (grid := worlds.current().grid) is not None:
+        reason = "a replica takes its steps in every rank at once, and between replicas ranks average weights or gradients"
+        yield Refusal(("host steps", "delay", "open steps"), str(grid), reason)
     unequal: tuple[Need, ...] = ("lone steps", "delay")  # steps of ranks that do not wait for each other
     each: tuple[Need, ...] = (*unequal, "open steps")
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
@@ -135,6 +140,47 @@ def _check_closure(optimizer: torch.optim.Optimizer, options: Options, *, severa
                 f"{type(optimizer).__name__} computes loss and gradient several times in one step: {reason}. Use "
                 f"another optimizer, or leave the option out. Received: {received}"
             )
+
+
+def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, world: World, *, has_step: bool) -> None:
+    """Raise ValueError for what the Trainer cannot train where a Grid divides the model."""
+    grid = world.grid
+    if grid is None:
+        return
+    is_stage = getattr(model, "grid", None) is grid
+    if grid.stages > 1 and not is_stage:
+        raise ValueError(
+            f"With {grid} the model is a stage: Trainer(grid.pipeline(model, micro_batches=...), ...). Received: "
+            f"{type(model).__name__} on rank {world.rank}"
+        )
+    if (grid.shards > 1 or grid.tensors > 1) and not any(map(divided.is_divided, model.parameters())):
+        raise ValueError(
+            f"With {grid} the model is divided before the Trainer is made, by torch: fully_shard(model, "
+            'mesh=grid.mesh("shard")), or parallelize_module(model, grid.mesh("tensor"), plan). Received: '
+            f"{type(model).__name__}, whose parameters are whole, on rank {world.rank}"
+        )
+    has_norm = any(isinstance(module, SyncBatchNorm) for module in model.modules())
+    reasons = {
+        "several optimizers": list(optimizers) != [""] and "give one over this rank's parameters",
+        "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
+        and "it would search along a line of its own on each part",
+        "step=": grid.stages > 1 and has_step and "stages compute layer by layer: give loss=",
+        f"micro_batch={options.micro_batch!r}": options.micro_batch is not None
+        and "set the pipeline's micro_batches, or a smaller batch_size and accumulate",
+        f"shard={options.shard!r}": options.shard is not None
+        and "use Grid(shard=...) with torch's fully_shard, which divides the optimizer's state too",
+        f"nan_policy={options.nan_policy!r}": options.nan_policy is not None
+        and "no rank could compute the loss of a part again",
+        f"compression={options.compression!r}": options.compression != "none"
+        and any(map(divided.is_divided, model.parameters()))
+        and "parts of divided weights are averaged as they are",
+        "cutoff": options.cutoff and "stages wait for each other in every step",
+        "SyncBatchNorm": has_norm and (grid.stages > 1 or grid.tensors > 1) and "it counts over all ranks: use BatchNorm",
+        "a lazy module": lazy.first(model) is not None and "call the model once on a batch before it is divided",
+    }
+    for received, reason in reasons.items():
+        if reason:
+            raise ValueError(f"With {grid}: {reason}. Received: {received} on rank {world.rank}")
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hvdtrain.torch.reduction.grid_part import GridPart
 from hvdtrain.torch.reduction.tensors import Whole
 
 
@@ -19,6 +20,9 @@ def clip_norm(parameters: Sequence[nn.Parameter], largest: float, tensors: Whole
         largest: the norm.
         tensors: says whether these are all of the weights.
     """
+    if isinstance(tensors, GridPart):
+        tensors.clip(parameters, largest)
+        return
     if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
         norm = tensors.norm(_norm([p.grad for p in parameters if p.grad is not None], parameters[0].device))
         nn.utils.clip_grads_with_norm_(parameters, largest, norm)

@@ -9,12 +9,15 @@ from torch.nn import Parameter
 
 from hvdtrain.adapter import Options, Ranks
 from hvdtrain.distributed import launch_environment
-from hvdtrain.distributed.data_ranks import DataRanks
+from hvdtrain.distributed.data_ranks import PartRanks
 from hvdtrain.distributed.world import World
+from hvdtrain.torch.ops import divided
 from hvdtrain.torch.ops.compression import resolve
 from hvdtrain.torch.reduction.alone import Alone
 from hvdtrain.torch.reduction.delayed import Delayed
+from hvdtrain.torch.reduction.divided import Divided
 from hvdtrain.torch.reduction.exchange import DenseOnly, Exchange
+from hvdtrain.torch.reduction.grid_part import GridPart
 from hvdtrain.torch.reduction.host_mean import HostMean
 from hvdtrain.torch.reduction.optimizer import DistributedOptimizer
 from hvdtrain.torch.reduction.overlapped import Overlapped
@@ -53,12 +56,15 @@ class Exchanges:
         if self._by_ranks:
             return
         options, world = self._options, self._world
-        has_peers = DataRanks(world).size > 1 or launch_environment.reduces_alone()
+        if any(map(divided.is_divided, self.names)):
+            self._make_divided()
+            return
+        has_peers = PartRanks(world).size > 1 or launch_environment.reduces_alone()
         if has_peers and not isinstance(self.optimizer, Together):
             every = [(name, parameter) for parameter, name in self.names.items()]
             how = (every, options.compression, options.accumulate)
             self.optimizer = DistributedOptimizer(
-                self.optimizer, *how, process_set=world.data_set, shard_state=options.shard is not None
+                self.optimizer, *how, process_set=world.part_set, shard_state=options.shard is not None
             )
             if options.shard != "gradients":  # which are sent, and freed, in the first backward pass already
                 self.optimizer._hvd_reducer.count_again()
@@ -67,8 +73,21 @@ class Exchanges:
         within = self.dense_only('LocalSGD(within="host")', instead="within=None")
         by_host = HostMean(self.optimizer, within, world)
         self._by_ranks = {"all": self.used, "host": by_host, "none": Alone(self.optimizer)}
+        self._tell_of_grid()
         if not isinstance(self.optimizer, Together):
             self.detach()
+
+    def _make_divided(self) -> None:
+        """Make the exchanges of a model whose weights torch has divided."""
+        self.used = Divided(self.optimizer, self._world)
+        self._by_ranks = {"all": self.used, "none": Alone(self.optimizer)}
+        self._tell_of_grid()
+
+    def _tell_of_grid(self) -> None:
+        """Let a step ask the ranks of the replica, if a Grid divides the model."""
+        if self._world.grid is not None:
+            for each in self._by_ranks.values():
+                each.tensors = GridPart(self._world.grid)
 
     def delay(self, between_exchanges: Callable[[], None]) -> None:
         """Apply each step's gradient in the step after it; see `Adapter.delay`."""

@@ -35,12 +35,13 @@ class MicroBatches:
     """Splits batches alike on all ranks, so that they take part in the same collectives.
 
     `limit` is the largest number of samples that a rank computes at once. With "auto" it begins with whole batches, and
-    is halved on all ranks when one runs out of memory.
+    is halved on all ranks when one runs out of memory. Without a limit, a batch is computed in `parts`.
     """
 
-    def __init__(self, limit: int | str | None, model: nn.Module, world: World) -> None:
+    def __init__(self, limit: int | str | None, model: nn.Module, world: World, *, parts: int = 1) -> None:
         self.adapts = limit == "auto"
         self.size = 0 if limit is None or limit == "auto" else int(limit)  # 0: whole batches
+        self._parts_without_limit = parts
         self._world, self._device = world, torch.device(world.device)
         self._checked = False
         self._has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
@@ -116,10 +117,10 @@ class MicroBatches:
         if self._world.is_root:
             counts = f"{at_once} samples at once. Ranks repeat the step, and compute {self.size} at once from here on"
             log.warning("%s out of memory with %s.", who, counts)
-            self._warn_of_norm()
+            self._warn_of_norm(self.size)
 
-    def _warn_of_norm(self) -> None:
-        if self._has_norm_1d and self.size == 1 and self._world.is_root:
+    def _warn_of_norm(self, size: int) -> None:
+        if self._has_norm_1d and size == 1 and self._world.is_root:
             log.warning(
                 "BatchNorm1d cannot normalize a single sample: it takes its running statistics, and does not update "
                 "them. Use LayerNorm or GroupNorm, or micro-batches of 2 samples or more."
@@ -127,7 +128,7 @@ class MicroBatches:
             self._has_norm_1d = self._has_norm = False
         if self._has_norm and self._world.is_root:
             log.warning(
-                "BatchNorm normalizes each micro-batch of up to %d samples by itself, not the whole batch.", self.size
+                "BatchNorm normalizes each micro-batch of up to %d samples by itself, not the whole batch.", size
             )
             self._has_norm = False
 
@@ -136,21 +137,21 @@ class MicroBatches:
         return -(-batch.global_count // DataRanks(self._world).size) if batch.largest is None else batch.largest
 
     def _parts(self, batch: Batch) -> int:
-        return max(1, -(-self._largest(batch) // self.size)) if self.size else 1
+        return max(1, -(-self._largest(batch) // self.size)) if self.size else self._parts_without_limit
 
     def _split(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the micro-batches, as many on every rank; those of a rank with fewer samples may be empty."""
         if self.adapts and not self._checked:  # refuse such data at the first step, not hours later
             self._cut(batches[0], 0, batches[0].local_count)
             self._checked = True
-        if not self.size:
+        if not self.size and self._parts_without_limit == 1:
             return batches
         return [part for batch in batches for part in self._micro_batches(batch, self._parts(batch))]
 
     def _micro_batches(self, batch: Batch, parts: int) -> list[Batch]:
         if parts == 1:
             return [batch]
-        self._warn_of_norm()
+        self._warn_of_norm(self.size or -(-self._largest(batch) // parts))
         local, whole = (
             [count * part // parts for part in range(parts + 1)] for count in (batch.local_count, batch.global_count)
         )

@@ -56,8 +56,8 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
 
     A collective if an optimizer's state is in shards.
     """
-    lazy.check(_tensors(model).items(), what="A checkpoint")
-    tensors = {f"model.{name}": tensor for name, tensor in _tensors(model).items()}
+    lazy.check(tensors(model).items(), what="A checkpoint")
+    found = {f"model.{name}": tensor for name, tensor in tensors(model).items()}
     metas: dict[str, dict[str, Any]] = {}
     sharded: dict[str, ShardedArray] = {}
     for name, (optimizer, scaler) in optimizers.items():
@@ -67,8 +67,8 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
             whole = {key: tensor for key, tensor in own.items() if tensor.is_meta}
             sharded |= {f"{_prefix(name)}{key}": _sharded(shards, key, like) for key, like in whole.items()}
             own = {key: tensor for key, tensor in own.items() if key not in whole}
-        tensors |= {f"{_prefix(name)}{key}": tensor for key, tensor in own.items()}
-    arrays = HostArrays(tensors, dtypes.to_array, dtypes.kind_on_host, digests.of_tensor)
+        found |= {f"{_prefix(name)}{key}": tensor for key, tensor in own.items()}
+    arrays = HostArrays(found, dtypes.to_array, dtypes.kind_on_host, digests.of_tensor)
     per_rank = frozenset(f"model.{name}" for name, _ in names.buffers(model))
     trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
     every = model.named_parameters(remove_duplicate=False)  # a tied weight has several names in a state_dict
@@ -162,8 +162,8 @@ def restore(state: State, model: torch.nn.Module, optimizers: Optimizers) -> Non
     arrays = host_arrays(state.arrays)
     saved = arrays.renamed({names.plain(name[6:]): name for name in arrays if name.startswith("model.")})
     saved_shapes = {name: saved.kind(name).shape for name in saved}
-    lazy.materialize(_tensors(model), saved_shapes)
-    current = _tensors(model)
+    lazy.materialize(tensors(model), saved_shapes)
+    current = tensors(model)
     lazy.check(current.items(), what="Loading a checkpoint")
     shapes = {name: tuple(each.shape) for name, each in current.items()}
     for name in [*current, *saved]:
@@ -213,7 +213,7 @@ def _restore_optimizer(
         else:
             entries[int(index)][key] = value
     groups = [
-        {**_as_before(group, old), "params": group["params"]}
+        {**as_before(group, old), "params": group["params"]}
         for group, old in zip(_state_dict(optimizer)["param_groups"], meta["groups"], strict=True)
     ]
     if sharded is not None:
@@ -236,6 +236,23 @@ def _restore_optimizer(
             state[key] = value
     if meta["scaler"]:  # empty where the checkpoint's run had none
         scaler.load_state_dict(meta["scaler"])
+
+
+def load_entries(optimizer: Any, entries: dict[int, dict[str, Any]]) -> None:
+    """Replace the state of an optimizer's parameters, by their number, and leave its groups as they are."""
+    types = {
+        (index, name): value.dtype
+        for index, each in entries.items()
+        for name, value in each.items()
+        if isinstance(value, torch.Tensor)
+    }
+    groups = _state_dict(optimizer)["param_groups"]
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    parameters = parameters_of(optimizer)
+    for (index, name), dtype in types.items():  # torch has given them the parameter's type
+        state = optimizer.state[parameters[index]]
+        if name != "step" and state[name].dtype != dtype:
+            state[name] = entries[index][name].to(parameters[index].device)
 
 
 def _unread(arrays: HostArrays, name: str, dtype: str | None, parameter: torch.Tensor) -> Unread | torch.Tensor:
@@ -313,7 +330,7 @@ def _layout(optimizer: Any) -> list[Any]:
     return [type(optimizer).__name__, shapes]
 
 
-def _as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return a group's saved options in the types it has now: JSON knows neither tuples nor tensors."""
 
     def restored(value: Any, here: Any) -> Any:
@@ -324,7 +341,8 @@ def _as_before(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     return {key: restored(value, group.get(key)) for key, value in saved.items()}
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state_dict, by their plain names."""
     # A module may put anything into its state_dict through get_extra_state.
     held = model.state_dict().items()
     return {names.plain(name): value for name, value in held if isinstance(value, torch.Tensor)}

@@ -16,7 +16,7 @@ from hvdtrain.adapter import Fault, Options, Ranks
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed import launch_environment
 from hvdtrain.distributed.world import World
-from hvdtrain.torch.ops import lazy, names
+from hvdtrain.torch.ops import divided, lazy, names
 from hvdtrain.torch.ops.finite import all_finite, first_non_finite
 from hvdtrain.torch.ops.functions import broadcast_optimizer_state
 from hvdtrain.torch.ops.names import parameters_of
@@ -103,7 +103,8 @@ class Update:
         self.scaler.scale(torch.zeros((), dtype=torch.float32, device=self._world.device))
         self.weights.per_sample = 0.0  # ranks begin together, and data may have changed
         if self._world.size > 1 or launch_environment.reduces_alone():
-            broadcast_optimizer_state(self.optimizer, root_rank=0)
+            if self._world.grid is None:  # else GridState gives it to ranks, each its part
+                broadcast_optimizer_state(self.optimizer, root_rank=0)
             self.scaler.load_state_dict(self._world.broadcast_object(self.scaler.state_dict(), name="scaler"))
         self.exchanges.start()
 
@@ -126,9 +127,14 @@ class Update:
     def backward(self, loss: torch.Tensor, factor: float = 1.0) -> None:
         """Add the gradient of a loss times `factor`; one of several optimizers, to its own parameters only."""
         inputs = [p for p in self.parameters if p.requires_grad] if self.name else None
+        self.scaled(loss, factor).backward(inputs=inputs)
+
+    def scaled(self, loss: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """Return a loss times `factor`, and times the precision scaler's scale, whose gradient is to be added."""
         plain, loss = loss, loss if factor == 1.0 else loss * factor
         self.step.losses.append((loss if self.needs_closure else plain).detach())
-        self.scaler.scale(loss).backward(inputs=inputs)
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
 
     def apply(self, batches: Sequence[Batch]) -> Applied:
         """Reduce, unscale, clip and step. RankGaveUp where a rank has called `give_up`."""
@@ -190,7 +196,7 @@ class Update:
             self._check_reached()
         if applied.counts_nothing or is_missing:
             return True  # momentum and weight decay must not move weights; a scaler does not step without gradients
-        if self._checks() and not tensors.are_finite(all_finite([p.grad for p in parameters])):
+        if self._checks() and not tensors.are_finite(all_finite([divided.local(p.grad) for p in parameters])):
             return False
         if clip_norm is not None or tensors.are_parts:
             loss_scaling.unscale(self.scaler, optimizer, tensors)

@@ -1,0 +1,274 @@
+"""A rank's stage of a pipeline: it computes its layers, and torch's schedules pass what is between stages."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.torch.grid import split
+from hvdtrain.torch.ops.functions import broadcast_object
+from hvdtrain.torch.ops.gather_ops import broadcast_async_
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.grid.grid import Grid
+
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+_KEPT = 8  # schedules, each for micro-batches of one shape: they hold buffers for what they receive
+
+LossOf = Callable[[Any, int], Tensor]
+Within = Callable[[int], AbstractContextManager[Any]]
+
+
+class Stage(nn.Module):
+    """The layers of one stage, with the names that they have in the whole model. `Grid.pipeline` makes it.
+
+    `Trainer(stage, ...)` trains it; a custom loop calls `forward_backward`. All ranks of a replica call its methods,
+    with the same inputs.
+
+    Attributes:
+        grid: the Grid.
+        micro_batches: how many parts of a batch go through the stages one after the other.
+        schedule: "1f1b" or "gpipe".
+        layers: the names of the layers of each stage.
+        within: returns a context, such as autocast's, in which the layers compute; it gets the number of samples.
+    """
+
+    def __init__(
+        self, grid: Grid, layers: Mapping[str, nn.Module], *, micro_batches: int, schedule: str, at: Sequence[str]
+    ) -> None:
+        super().__init__()
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be {' or '.join(map(repr, SCHEDULES))}. Received: schedule={schedule!r}")
+        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+            raise ValueError(f"micro_batches must be an int >= 1. Received: micro_batches={micro_batches!r}")
+        self.layers = split.split(layers, grid.stages, at)
+        for name in self.layers[grid.stage]:
+            self.add_module(name, layers[name])
+        self.grid, self.micro_batches, self.schedule = grid, micro_batches, schedule
+        self.within: Within = lambda samples: nullcontext()
+        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._is_running = False
+        self._loss_of: Callable[[Any, Tensor], Tensor] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """True for the stage that takes the inputs."""
+        return self.grid.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True for the stage that has the outputs, and computes the loss."""
+        return self.grid.stage == self.grid.stages - 1
+
+    def forward(self, *inputs: Any) -> Any:
+        """Compute this stage's layers; for the schedules.
+
+        Raises:
+            HvdTrainError: called by anybody else.
+        """
+        if not self._is_running:
+            raise HvdTrainError(
+                f"A stage has a part of the model, and its output is no prediction. Received: a call of stage "
+                f"{self.grid.stage} of {self.grid.stages}. Call stage.outputs(inputs) on all ranks, or the Trainer's "
+                "predict"
+            )
+        value: Any = inputs[0] if len(inputs) == 1 else inputs
+        for layer in self._modules.values():  # children() leaves out a layer that comes again
+            assert layer is not None
+            value = layer(value)
+        return value
+
+    def forward_backward(self, inputs: Tensor, loss_of: Callable[[Any, slice], Tensor]) -> None:
+        """Compute the gradients of a batch in micro-batches, and add them to the parameters'. A collective.
+
+        Args:
+            inputs: of the whole model, shape (samples, ...), on every stage.
+            loss_of: called on the last stage, with the outputs of a micro-batch and its rows in the batch; returns what
+                is differentiated. The gradients of micro-batches add up: for a mean over the batch, multiply the mean
+                of a micro-batch by its part of the rows.
+
+        Raises:
+            TypeError: inputs are not one tensor.
+        """
+        _check_inputs(inputs)
+        ends = [len(inputs) * part // self.micro_batches for part in range(self.micro_batches + 1)]
+        rows = [slice(first, end) for first, end in zip(ends, ends[1:], strict=False) if first < end]
+        self.run([inputs[each] for each in rows], lambda outputs, index: loss_of(outputs, rows[index]))
+
+    def run(self, inputs: Sequence[Tensor], loss_of: LossOf) -> None:
+        """Compute the gradients of micro-batches, as `forward_backward`; `loss_of` gets the number of each.
+
+        Micro-batches of one size go through the stages together.
+        """
+        for members in _alike(inputs).values():
+            self._loss_of = lambda outputs, index, members=members: loss_of(outputs, members[int(index)])
+            try:
+                self._go(torch.cat([inputs[index] for index in members]), len(members), trains=True)
+            finally:
+                self._loss_of = None
+
+    @torch.no_grad()
+    def outputs(self, inputs: Tensor) -> Any:
+        """Return the model's outputs on the last stage, None on others, without gradients. A collective."""
+        _check_inputs(inputs)
+        ends = [len(inputs) * part // self.micro_batches for part in range(self.micro_batches + 1)]
+        rows = [slice(first, end) for first, end in zip(ends, ends[1:], strict=False) if first < end]
+        found: dict[int, Any] = {}
+        parts = [inputs[each] for each in rows]
+        for members in _alike(parts).values():
+            merged = self._go(torch.cat([parts[index] for index in members]), len(members), trains=False)
+            if self.is_last:
+                length = len(parts[members[0]])
+                for place, index in enumerate(members):
+                    found[index] = _rows(merged, slice(place * length, (place + 1) * length))
+        return _joined([found[index] for index in range(len(parts))]) if self.is_last else None
+
+    def shared(self, outputs: Any) -> Any:
+        """Return the last stage's outputs, a tensor or a tuple of them, on all stages. A collective."""
+        root, group = self.grid.rank_of(stage=self.grid.stages - 1), self.grid.stages_set
+        several = isinstance(outputs, tuple)
+        tensors = [] if outputs is None else list(outputs) if several else [outputs]
+        mine = [(each.shape, each.dtype) for each in tensors]
+        several, kinds = broadcast_object((several, mine), root, "grid.outputs", group)
+        if not self.is_last:
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in kinds]
+        tensors = [each.contiguous() for each in tensors]
+        for handle in [broadcast_async_(t, root, f"grid.output.{i}", group) for i, t in enumerate(tensors)]:
+            handle.wait()
+        return tuple(tensors) if several else tensors[0]
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.grid.world.device)
+
+    def _go(self, inputs: Tensor, count: int, *, trains: bool) -> Any:
+        """Let `count` micro-batches of one size go through the stages; return the outputs unless it `trains`."""
+        with self._running():
+            schedule = self._schedule(inputs, count, trains=trains)
+            args = (inputs,) if self.is_first else ()
+            # Numbers in the place of targets: the loss of a micro-batch needs more than its targets.
+            target = torch.arange(count, device="cpu") if trains and self.is_last else None
+            return schedule.step(*args, target=target, return_outputs=not trains)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def _schedule(self, inputs: Tensor, count: int, *, trains: bool) -> Any:
+        """Return torch's schedule for so many micro-batches of this shape."""
+        length = len(inputs) // count
+        key = (length, *inputs.shape[1:], inputs.dtype, count, trains)
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+            return self._schedules[key]
+        grid = self.grid
+        received, sent = self._shapes(inputs[:length])
+        stage = PipelineStage(
+            _Computed(self, length), grid.stage, grid.stages, self._device,
+            input_args=received, output_args=sent, group=grid.group("stage"),
+        )  # fmt: skip
+        kind = SCHEDULES[self.schedule] if count >= grid.stages and trains else ScheduleGPipe
+        loss = self._compute_loss if trains else None
+        self._schedules[key] = kind(stage, count, loss_fn=loss, scale_grads=False)
+        while len(self._schedules) > _KEPT:
+            self._schedules.popitem(last=False)
+        return self._schedules[key]
+
+    def _compute_loss(self, outputs: Any, index: Tensor) -> Tensor:
+        assert self._loss_of is not None
+        return self._loss_of(outputs, index)
+
+    def _shapes(self, sample: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return tensors like those that this stage receives and sends; a collective of the stages.
+
+        torch would find the shapes by itself, and change BatchNorm's statistics by what is in empty memory.
+        """
+        grid, described = self.grid, None
+        received: tuple[Tensor, ...] = (sample.detach(),)
+        sent: tuple[Tensor, ...] = ()
+        for stage in range(grid.stages):
+            if stage == grid.stage:
+                if stage:
+                    received = tuple(_like(*each, device=self._device) for each in described or ())
+                with self._unchanged():
+                    outputs = _Computed(self, len(sample))(*received)
+                sent = outputs if isinstance(outputs, tuple) else (outputs,)
+                self._check(sent)
+                described = [(tuple(each.shape), each.dtype, each.requires_grad) for each in sent]
+            described = broadcast_object(described, grid.rank_of(stage=stage), "grid.shapes", grid.stages_set)
+        return received, tuple(each.detach().requires_grad_(each.requires_grad) for each in sent)
+
+    def _check(self, sent: tuple[Any, ...]) -> None:
+        if self.is_last or all(isinstance(each, Tensor) for each in sent):
+            return
+        kinds = ", ".join(type(each).__name__ for each in sent)
+        raise TypeError(
+            "Between stages go tensors, or tuples of them. Received: "
+            f"{kinds} from {self.layers[self.grid.stage][-1]}, the last layer of stage {self.grid.stage}. Divide the "
+            "model at another layer, by at="
+        )
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Within it, what the layers draw and their buffers do not change."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        saved = [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
+        with torch.random.fork_rng(devices):
+            yield
+        with torch.no_grad():
+            for buffer, before in saved:
+                buffer.copy_(before)
+
+
+class _Computed(nn.Module):
+    """A stage with micro-batches of one size, in the context that the stage is given."""
+
+    def __init__(self, stage: Stage, samples: int) -> None:
+        super().__init__()
+        self._held = (stage, samples)  # in a tuple: no submodule, for torch moves those to the device
+
+    def forward(self, *inputs: Any) -> Any:
+        stage, samples = self._held
+        with stage.within(samples):
+            return stage(*inputs)
+
+
+def _alike(inputs: Sequence[Tensor]) -> dict[Any, list[int]]:
+    """Return the numbers of the inputs of one shape, in order."""
+    found: defaultdict[Any, list[int]] = defaultdict(list)
+    for index, each in enumerate(inputs):
+        found[tuple(each.shape)].append(index)
+    return dict(found)
+
+
+def _like(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, *, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
+
+
+def _rows(outputs: Any, rows: slice) -> Any:
+    return tuple(each[rows] for each in outputs) if isinstance(outputs, tuple) else outputs[rows]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+    return torch.cat(list(parts))
+
+
+def _check_inputs(inputs: Any) -> None:
+    if not isinstance(inputs, Tensor) or not inputs.dim() or not len(inputs):
+        raise TypeError(
+            "A pipeline takes inputs that are one tensor, with a row for each sample. Received: "
+            f"{type(inputs).__name__}{f' of shape {tuple(inputs.shape)}' if isinstance(inputs, Tensor) else ''}"
+        )

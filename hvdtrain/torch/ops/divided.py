@@ -1,0 +1,38 @@
+"""Tensors that torch has divided over ranks (DTensor): this rank's part of them, and the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_divided(tensor: Any) -> bool:
+    """Return whether torch has divided a tensor; DTensor's module takes half a second to import."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Any) -> Any:
+    """Return this rank's part of a divided tensor, which shares its memory; another tensor as it is."""
+    return tensor.to_local() if is_divided(tensor) else tensor
+
+
+def whole(tensor: Any) -> Any:
+    """Return the whole of a divided tensor; another one as it is. A collective of the ranks that have parts."""
+    return tensor.full_tensor() if is_divided(tensor) else tensor
+
+
+def like(tensor: Tensor, divided: Any) -> Any:
+    """Divide a whole tensor, which these ranks have alike, as another one of its shape is divided; no collective."""
+    if not is_divided(divided):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    placed = tensor.to(divided.to_local().device)
+    return distribute_tensor(placed, divided.device_mesh, divided.placements, src_data_rank=None)
+
+
+def same_shape(tensor: Any, other: Tensor) -> bool:
+    """Return whether tensors are of one shape and could be divided alike."""
+    return isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == tuple(other.shape)

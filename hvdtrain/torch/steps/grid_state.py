@@ -1,0 +1,295 @@
+"""The state of a model that a Grid divides, as that of the whole model: in checkpoints nothing tells of the Grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from hvdtrain.adapter import HostArrays, ShardedArray, State, host_arrays
+from hvdtrain.checkpoint import Kind
+from hvdtrain.errors import DesyncError
+from hvdtrain.torch.ops import digests, divided, dtypes
+from hvdtrain.torch.ops.gather_ops import alltoall_async
+from hvdtrain.torch.steps import training_state
+
+_TOTALS = "sum.totals"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An array of the whole model's state."""
+
+    owner: int  # the rank of the first replica whose stage has it
+    stage: int
+    own: str  # its name in the stage's state
+    kind: Kind
+
+
+class GridState:
+    """Turns the state of this rank's part into that of the whole model, and back.
+
+    Args:
+        grid: the Grid.
+        model: this rank's part.
+        optimizer: its optimizer, and the precision scaler.
+    """
+
+    def __init__(self, grid: Any, model: nn.Module, optimizer: Callable[[], tuple[Any, Any]]) -> None:
+        self._grid, self._world, self._model, self._optimizer = grid, grid.world, model, optimizer
+        self._loaded: State | None = None
+        self._metas: list[dict[str, Any]] = []  # of the stages
+        self._entries: dict[str, _Entry] = {}
+
+    # The whole of it
+
+    def capture(self, own: State) -> State:
+        """Return the whole model's state from that of this rank's part; a collective."""
+        arrays = host_arrays(own.arrays)
+        self._learn(own)
+        sharded = {name: self._sharded(entry, arrays) for name, entry in self._entries.items()}
+        part = {name: divided.local(arrays.tensor(name)) for name in arrays}
+        return State(
+            HostArrays({}),
+            self._meta(),
+            per_rank=own.per_rank,
+            sharded=sharded,
+            part=HostArrays(part, dtypes.to_array, dtypes.kind_on_host, digests.of_tensor),
+        )
+
+    def _learn(self, own: State) -> None:
+        """Learn the names and kinds of the arrays of all stages; a collective."""
+        arrays, grid = host_arrays(own.arrays), self._grid
+        kinds = {name: arrays.kind(name) for name in arrays}
+        mine = {
+            "rank": self._world.rank,
+            "stage": grid.stage,
+            "arrays": [[name, [*kind.shape], kind.dtype.str] for name, kind in kinds.items()],
+            "meta": own.meta,
+        }
+        is_first = not (grid.replica or grid.shard or grid.tensor)
+        everyones = self._world.allgather_object(mine if is_first else None, name="grid.state")
+        stages = sorted((each for each in everyones if each is not None), key=lambda each: each["stage"])
+        self._metas = [each["meta"] for each in stages]
+        self._check_alike()
+        found: dict[str, dict[str, _Entry]] = {"model": {}, "optimizer": {}}
+        for each in stages:
+            for name, shape, dtype in each["arrays"]:
+                entry = _Entry(each["rank"], each["stage"], name, Kind(tuple(shape), np.dtype(dtype)))
+                file, _, rest = name.partition(".")
+                if file == "optimizer":
+                    index, _, key = rest.partition(".")
+                    name = f"optimizer.{self._number(each['stage'], int(index))}.{key}"
+                found[file][name] = entry
+        self._entries = found["model"] | found["optimizer"]
+
+    def _check_alike(self) -> None:
+        """Raise DesyncError on every rank if the optimizers of stages are of other classes or groups."""
+        for stage, meta in enumerate(self._metas):
+            here, there = ([each["layout"][0], len(each["layout"][1])] for each in (self._metas[0], meta))
+            if here != there:
+                raise DesyncError(
+                    "The optimizers of all stages must be of one class, with as many parameter groups; a group may be "
+                    f"empty. Received: {here[0]} with {here[1]} groups on stage 0, and {there[0]} with {there[1]} on "
+                    f"stage {stage}"
+                )
+
+    def _counts(self) -> list[list[int]]:
+        """Return the parameters of each stage's optimizer, by group."""
+        return [[len(group) for group in meta["layout"][1]] for meta in self._metas]
+
+    def _number(self, stage: int, index: int) -> int:
+        """Return the number that a parameter of a stage's optimizer has in the whole model's optimizer.
+
+        There each group has the parameters of the first stage, then those of the next one.
+        """
+        counts = self._counts()
+        before = 0
+        for group, count in enumerate(counts[stage]):
+            if index < count:
+                return before + sum(each[group] for each in counts[:stage]) + index
+            index -= count
+            before += sum(each[group] for each in counts)
+        raise IndexError(index)
+
+    def _meta(self) -> dict[str, Any]:
+        """Return the meta data of the whole model's optimizer."""
+        first = self._metas[0]
+        layouts = [meta["layout"][1] for meta in self._metas]
+        shapes = [[shape for layout in layouts for shape in layout[group]] for group in range(len(layouts[0]))]
+        meta = {**first, "optimizer": {}, "layout": [first["layout"][0], shapes]}
+        types: dict[str, str] = {}
+        for stage, each in enumerate(self._metas):
+            for index, entries in each["optimizer"].items():
+                meta["optimizer"][str(self._number(stage, int(index)))] = entries
+            for key, dtype in each.get("types", {}).items():
+                index, _, name = key.partition(".")
+                types[f"{self._number(stage, int(index))}.{name}"] = dtype
+        return meta | ({"types": types} if types else {})
+
+    def _sharded(self, entry: _Entry, arrays: HostArrays) -> ShardedArray:
+        def gather(everywhere: bool) -> NDArray[Any] | None:
+            tensor = None
+            if entry.stage == self._grid.stage:
+                tensor = divided.whole(arrays.tensor(entry.own))  # a collective of the stage's ranks
+            mine = None
+            if entry.owner == self._world.rank:
+                mine = dtypes.to_array(tensor) if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
+            if everywhere:
+                sent = np.zeros(entry.kind.shape, entry.kind.dtype) if mine is None else mine
+                return self._world.broadcast(sent, root=entry.owner, name="grid.gather")
+            return self._to_root(mine, entry)
+
+        return ShardedArray(entry.kind, gather)
+
+    def _to_root(self, array: NDArray[Any] | None, entry: _Entry) -> NDArray[Any] | None:
+        """Send an array from its owner to the root alone; None on other ranks. A collective, unless the root owns it."""
+        if entry.owner == 0:
+            return array
+        count = math.prod(entry.kind.shape)
+        sent = np.zeros(0, entry.kind.dtype) if array is None else array.reshape(-1)
+        splits = [count if rank == 0 and array is not None else 0 for rank in range(self._world.size)]
+        received, _ = alltoall_async(torch.from_numpy(sent), splits, "grid.to_root").wait()
+        return received.numpy().reshape(entry.kind.shape) if self._world.is_root else None
+
+    # And back
+
+    def load(self, state: State) -> None:
+        """Check a state of the whole model, and keep it for `spread`; the optimizer's settings are loaded at once.
+
+        Raises:
+            ValueError: names the first tensor that does not fit.
+        """
+        arrays = host_arrays(state.arrays)
+        kinds = {name: arrays.kind(name) for name in arrays}
+        known = {name: entry.kind.shape for name, entry in self._entries.items() if name.startswith("model.")}
+        saved = {name: kind.shape for name, kind in kinds.items() if name.startswith("model.")}
+        for name in [*known, *saved]:
+            here, there = known.get(name, "missing"), saved.get(name, "missing")
+            if here != there:
+                raise ValueError(f"tensor {name[6:]} is {there} in the checkpoint and {here} in the model")
+        if "layout" not in state.meta:
+            raise ValueError("the checkpoint has several optimizers, and a Grid's model has one")
+        here, there = self._meta()["layout"], state.meta["layout"]
+        if here != there:
+            raise ValueError(f"the optimizer is {there} in the checkpoint and {here} here")
+        groups = self._optimizer()[0].param_groups
+        for group, saved_group in zip(groups, state.meta["groups"], strict=True):
+            group.update(training_state.as_before(group, saved_group))
+        self._loaded = state
+
+    def start(self, own: Callable[[], State]) -> None:
+        """Give all ranks what the root has loaded, and its optimizer's settings; a collective.
+
+        Args:
+            own: returns the state of this rank's part.
+        """
+        self._learn(own())
+        state, self._loaded = self._loaded, None
+        described = None
+        if self._world.is_root and state is not None:
+            arrays = host_arrays(state.arrays)
+            described = [[name, [*arrays.kind(name).shape], arrays.kind(name).dtype.str] for name in arrays]
+            described = [described, {**state.meta, "groups": None}]
+        found = self._world.broadcast_object(described, name="grid.loaded")
+        if found is not None:
+            self._spread(state if self._world.is_root else None, *found)
+        self._share_settings()
+
+    def _spread(self, state: State | None, described: Sequence[Any], meta: dict[str, Any]) -> None:
+        """Send the root's arrays one by one; each rank keeps its parts of them."""
+        arrays = None if state is None else host_arrays(state.arrays)
+        model = training_state.tensors(self._model)
+        optimizer, scaler = self._optimizer()
+        parameters = training_state.parameters_of(optimizer)
+        numbers = {self._number(self._grid.stage, index): index for index in range(len(parameters))}
+        types = meta.get("types", {})
+        entries: dict[int, dict[str, Any]] = {
+            numbers[int(index)]: dict(values) for index, values in meta["optimizer"].items() if int(index) in numbers
+        }
+        for name, shape, dtype in described:
+            sent = np.zeros(shape, np.dtype(dtype)) if arrays is None else np.array(arrays[name], order="C")
+            array = self._world.broadcast(sent, name="grid.spread")
+            file, _, key = name.partition(".")
+            if file == "model" and key in model:
+                tensor = model[key]
+                if divided.is_divided(tensor):
+                    with torch.no_grad():
+                        tensor.copy_(divided.like(torch.from_numpy(array).to(tensor.dtype), tensor))
+                else:
+                    dtypes.copy_array(tensor, array)
+            elif file == "optimizer":
+                index, _, entry = key.partition(".")
+                if int(index) in numbers:
+                    place = numbers[int(index)]
+                    _put(entries[place], entry, _value(array, parameters[place], types.get(key)))
+        training_state.load_entries(optimizer, entries)
+        if meta["scaler"]:
+            scaler.load_state_dict(meta["scaler"])
+
+    def _share_settings(self) -> None:
+        """Give all ranks the settings of the root's parameter groups, such as a rate that it has loaded."""
+        groups = self._optimizer()[0].param_groups
+        saved = [{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
+        for group, values in zip(groups, self._world.broadcast_object(saved, name="grid.settings"), strict=True):
+            group.update(training_state.as_before(group, values))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _value(array: NDArray[Any], parameter: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    """Return an entry of a parameter's state, divided as the parameter if it is of its shape."""
+    value = torch.from_numpy(array)
+    if dtype is not None:
+        value = value.to(getattr(torch, dtype))
+    elif value.dim():
+        value = value.to(parameter.dtype)
+    if value.dim() and divided.same_shape(value, parameter):
+        return divided.like(value.to(divided.local(parameter).device), parameter)
+    return value
+
+
+def _put(entries: dict[str, Any], name: str, value: torch.Tensor) -> None:
+    owner, _, place = name.rpartition(".")
+    if owner and isinstance(entries.get(owner), list):
+        entries[owner][int(place)] = value
+    else:
+        entries[name] = value
+
+
+def own_names(held: Mapping[str, NDArray[Any]], grid: Any) -> dict[str, NDArray[Any]]:
+    """Return this rank's state under names that no other part has: ranks of other parts have other arrays."""
+    prefix = _prefix(grid)
+    return {name if name.startswith("random.") else f"{prefix}{name}": array for name, array in held.items()}
+
+
+def from_own_names(held: Mapping[str, NDArray[Any]], grid: Any) -> dict[str, NDArray[Any]]:
+    """Return what `own_names` was given, without what is of another Grid; ValueError if an epoch's metrics are.
+
+    `grid` may be None.
+    """
+    prefix = "" if grid is None else _prefix(grid)
+    random = {name: array for name, array in held.items() if name.startswith("random.")}
+    others = {name: array for name, array in held.items() if name not in random}
+    if grid is None:
+        own = {name: array for name, array in others.items() if not name.startswith("grid.")}
+    else:
+        own = {name.removeprefix(prefix): each for name, each in others.items() if name.startswith(prefix)}
+    if any(_TOTALS in name for name in others) and not any(name.startswith(_TOTALS) for name in own):
+        raise ValueError(
+            "The checkpoint was saved within an epoch, on another Grid, whose ranks have counted the epoch's metrics. "
+            f"Received: {grid or 'no Grid'}. Resume with that Grid, or from a checkpoint of an epoch's end."
+        )
+    return random | own
+
+
+def _prefix(grid: Any) -> str:
+    return f"grid.{str(grid)[5:-1]}.{grid.stage}.{grid.shard}.{grid.tensor}."
