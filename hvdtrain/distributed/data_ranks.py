@@ -1,4 +1,4 @@
-"""Some ranks of the job, with collectives on host arrays: those that divide the data, those with one part of a model."""
+"""The ranks that divide the data, and the ranks with one part of a model, with collectives on host arrays."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,11 @@ from hvdtrain.distributed.compression import PowerSGD, parse
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
+from hvdtrain.sync import part_arrays
 from hvdtrain.sync.outer import Outer
 from hvdtrain.sync.synchronizer import Synchronizer
 
+log = logging.getLogger("hvdtrain")
 _VELOCITY = "sync.velocity."  # of names in checkpoints
 
 
@@ -108,11 +111,12 @@ class Periodic(Synchronizer):
         if self._world.size == 1:
             return
         mine = self._host_velocities()
-        described = [[name, each.shape, each.dtype.name] for name, each in mine.items()]
+        described: list[Any] | None = [[name, each.shape, each.dtype.name] for name, each in mine.items()]
+        if self._world.grid is not None and not self._is_loaded:
+            described = None  # each part keeps its own
         self._steps, described = self._world.broadcast_object([self._steps, described], name="sync")
-        like = {name: mine[name] if self._world.is_root else np.zeros(shape, dtype) for name, shape, dtype in described}
         # Which weights are trained may still change in on_epoch_begin, so outers take it with the first step.
-        self._velocities = {name: self._world.broadcast(each, name="sync.velocity") for name, each in like.items()}
+        self._velocities = mine if described is None else part_arrays.spread(mine, described, world=self._world)
         self._outers, self._identities = [], []
 
     def _host_velocities(self) -> dict[str, NDArray[Any]]:
@@ -241,8 +245,15 @@ class Periodic(Synchronizer):
     def state(self) -> State:
         """Return the adapter's state, the velocities, and how many steps are done."""
         state = super().state()
-        meta = {**state.meta, "sync": {"steps": self._steps, "fragments": self._period.fragments}}
+        meta = {**state.meta, "sync": {"steps": self._steps, "fragments": self._period.fragments, "grid": self._grid}}
+        if self._grid is not None:
+            of_parts = part_arrays.of_all_parts(self._host_velocities(), world=self._world)
+            return replace(state, sharded=state.sharded | of_parts, meta=meta)
         return replace(state, arrays=state.arrays | self._host_velocities(), meta=meta)
+
+    @property
+    def _grid(self) -> str | None:
+        return None if self._world.grid is None else str(self._world.grid)
 
     def load_state(self, state: State) -> None:
         """Restore it; a checkpoint of a run without a strategy, or with other fragments, has no velocity for this."""
@@ -253,7 +264,12 @@ class Periodic(Synchronizer):
         own = meta.pop("sync", {"steps": 0, "fragments": 0})
         super().load_state(replace(state, arrays=others, meta=meta))
         self._steps, self._alone, self._outers, self._identities = own["steps"], 0, [], []
-        fits = self._period.momentum and own["fragments"] == self._period.fragments
+        fits = self._period.momentum and own["fragments"] == self._period.fragments and own.get("grid") == self._grid
+        if velocities and not fits and self._period.momentum:
+            log.warning(
+                "the checkpoint's velocities of %s are of other fragments or of another Grid: they begin at zero",
+                type(self).__name__,
+            )
         self._velocities, self._is_loaded = velocities if fits else {}, True
 
     def finish(self) -> Fault | None:

@@ -134,7 +134,7 @@ class TorchAdapter:
         self._names = Names(list(optimizers), world)
         self.fault: Fault | None = None
         self._is_built, self._is_checked = lazy.first(model) is None, False
-        parts = model.micro_batches if self._stages is not None else 1
+        parts = 1 if self._stages is None else self._stages.micro_batches
         self._micro_batches = MicroBatches(options.micro_batch, model, world, parts=parts)
         self._grid_state: GridState | None = None
         if world.grid is not None:
@@ -572,8 +572,13 @@ class TorchAdapter:
         norms = self._normalize_by_running_statistics() if alone else _PLAIN
         with self._autocast(), self._checkpoints, norms:
             yield
-        if engine.started.operations != before and self._world.size > 1:
+        if engine.started.operations != before and self._world.size > 1 and not self._has_whole_batches:
             self._sync_in_step()
+
+    @property
+    def _has_whole_batches(self) -> bool:
+        """True if collectives of the model are among ranks that have the same batches: tensor parts of a Grid."""
+        return self._world.grid is not None and self._world.grid.shards == 1
 
     def _sync_in_step(self) -> None:
         """Note that the model, or a step of the user's own, calls collectives, so that every rank must run it."""

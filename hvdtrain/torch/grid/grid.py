@@ -106,7 +106,7 @@ class Grid:
 
         Raises:
             TypeError: the model is no nn.Sequential.
-            ValueError: there are fewer layers than stages, a parameter is in two stages, or an argument is out of range.
+            ValueError: fewer layers than stages, a parameter in two stages, or an argument out of its range.
         """
         if not isinstance(model, nn.Sequential):
             raise TypeError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,6 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import split
 from hvdtrain.torch.ops.functions import broadcast_object
 from hvdtrain.torch.ops.gather_ops import broadcast_async_
-
-if TYPE_CHECKING:
-    from hvdtrain.torch.grid.grid import Grid
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 _KEPT = 8  # schedules, each for micro-batches of one shape: they hold buffers for what they receive
@@ -41,7 +39,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, grid: Grid, layers: Mapping[str, nn.Module], *, micro_batches: int, schedule: str, at: Sequence[str]
+        self, grid: Any, layers: Mapping[str, nn.Module], *, micro_batches: int, schedule: str, at: Sequence[str]
     ) -> None:
         super().__init__()
         if schedule not in SCHEDULES:
@@ -60,12 +58,12 @@ class Stage(nn.Module):
     @property
     def is_first(self) -> bool:
         """True for the stage that takes the inputs."""
-        return self.grid.stage == 0
+        return bool(self.grid.stage == 0)
 
     @property
     def is_last(self) -> bool:
         """True for the stage that has the outputs, and computes the loss."""
-        return self.grid.stage == self.grid.stages - 1
+        return bool(self.grid.stage == self.grid.stages - 1)
 
     def forward(self, *inputs: Any) -> Any:
         """Compute this stage's layers; for the schedules.
@@ -98,8 +96,7 @@ class Stage(nn.Module):
             TypeError: inputs are not one tensor.
         """
         _check_inputs(inputs)
-        ends = [len(inputs) * part // self.micro_batches for part in range(self.micro_batches + 1)]
-        rows = [slice(first, end) for first, end in zip(ends, ends[1:], strict=False) if first < end]
+        rows = self._rows(len(inputs))
         self.run([inputs[each] for each in rows], lambda outputs, index: loss_of(outputs, rows[index]))
 
     def run(self, inputs: Sequence[Tensor], loss_of: LossOf) -> None:
@@ -118,8 +115,7 @@ class Stage(nn.Module):
     def outputs(self, inputs: Tensor) -> Any:
         """Return the model's outputs on the last stage, None on others, without gradients. A collective."""
         _check_inputs(inputs)
-        ends = [len(inputs) * part // self.micro_batches for part in range(self.micro_batches + 1)]
-        rows = [slice(first, end) for first, end in zip(ends, ends[1:], strict=False) if first < end]
+        rows = self._rows(len(inputs))
         found: dict[int, Any] = {}
         parts = [inputs[each] for each in rows]
         for members in _alike(parts).values():
@@ -143,6 +139,11 @@ class Stage(nn.Module):
         for handle in [broadcast_async_(t, root, f"grid.output.{i}", group) for i, t in enumerate(tensors)]:
             handle.wait()
         return tuple(tensors) if several else tensors[0]
+
+    def _rows(self, count: int) -> list[slice]:
+        """Return the rows of the micro-batches of so many samples; there may be fewer than `micro_batches`."""
+        ends = [count * part // self.micro_batches for part in range(self.micro_batches + 1)]
+        return [slice(first, end) for first, end in pairwise(ends) if first < end]
 
     @property
     def _device(self) -> torch.device:
@@ -194,13 +195,14 @@ class Stage(nn.Module):
 
         torch would find the shapes by itself, and change BatchNorm's statistics by what is in empty memory.
         """
-        grid, described = self.grid, None
+        grid: Any = self.grid
+        described: list[Any] = []
         received: tuple[Tensor, ...] = (sample.detach(),)
         sent: tuple[Tensor, ...] = ()
         for stage in range(grid.stages):
             if stage == grid.stage:
                 if stage:
-                    received = tuple(_like(*each, device=self._device) for each in described or ())
+                    received = tuple(_like(*each, device=self._device) for each in described)
                 with self._unchanged():
                     outputs = _Computed(self, len(sample))(*received)
                 sent = outputs if isinstance(outputs, tuple) else (outputs,)

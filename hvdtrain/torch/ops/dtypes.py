@@ -29,10 +29,17 @@ _NUMPYS = frozenset(
 )
 
 
-def check(model: nn.Module, *, precision: str = "fp32") -> None:
-    """Raise ValueError if a parameter or a buffer has a type or layout that cannot be trained or saved; names it."""
+def check(model: nn.Module, *, precision: str = "fp32", may_be_divided: bool = False) -> None:
+    """Raise ValueError if a parameter or a buffer has a type or layout that cannot be trained or saved; names it.
+
+    Args:
+        model: the model.
+        precision: the Trainer's.
+        may_be_divided: whether torch may have divided tensors over the ranks of a Grid.
+    """
     tensors: Iterable[tuple[str, Tensor]] = (*names.parameters(model), *names.buffers(model))
-    refuse_divided(tensors)
+    if not may_be_divided:
+        refuse_divided(tensors)
     for name, tensor in tensors:
         if tensor.dtype not in _NUMPYS and tensor.dtype not in _WIDER and tensor.dtype not in _BYTES:
             raise ValueError(
@@ -56,8 +63,9 @@ def refuse_divided(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in named:
         if hasattr(tensor, "device_mesh"):
             raise ValueError(
-                f"torch has divided {name} over {tensor.device_mesh}, and each rank has a part. Step with the plain "
-                "optimizer after grid.average_gradients(parameters): see hvdtrain.torch.grid.Grid."
+                f"torch has divided {name} over {tensor.device_mesh}, and each rank has a part. Divide it over the "
+                "mesh of a hvdtrain.torch.Grid, and give it to the Trainer, or step with the plain optimizer after "
+                "grid.average_gradients(parameters)"
             )
 
 

@@ -40,4 +40,3 @@ class GridPart(Whole):
         grid = self._grid
         how = {"name": "grid.replica", "process_set": grid.replica_set}
         return float(grid.world.allreduce(np.array([number]), op, **how)[0])
-

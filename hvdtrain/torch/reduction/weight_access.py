@@ -13,8 +13,8 @@ from torch.nn import Parameter
 
 from hvdtrain import adapter
 from hvdtrain.data.trees import as_array
-from hvdtrain.distributed.gradient_memory import CHANGE
 from hvdtrain.distributed.data_ranks import PartRanks
+from hvdtrain.distributed.gradient_memory import CHANGE
 from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import divided, engine, pack

@@ -31,7 +31,7 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
     if step is None and list(optimizers) != [""]:
         raise ValueError(f"Several optimizers need step=, which yields their names. Received: {', '.join(optimizers)}")
     check_optimizers(optimizers)
-    dtypes.check(model, precision=options.precision)
+    dtypes.check(model, precision=options.precision, may_be_divided=worlds.current().grid is not None)
     if options.micro_batch == "auto":
         _check_repeatable(model, several=list(optimizers) != [""])
     if options.needs is not None:
@@ -73,7 +73,9 @@ def _refusals(model: nn.Module, optimizers: dict[str, Any], options: Options) ->
         yield Refusal(("open steps",), received, reason)
     yield from shard_refusals(options)
     if (grid := worlds.current().grid) is not None:
-        reason = "a replica takes its steps in every rank at once, and between replicas ranks average weights or gradients"
+        reason = (
+            "a replica takes its steps in every rank at once, and between replicas ranks average weights or gradients"
+        )
         yield Refusal(("host steps", "delay", "open steps"), str(grid), reason)
     unequal: tuple[Need, ...] = ("lone steps", "delay")  # steps of ranks that do not wait for each other
     each: tuple[Need, ...] = (*unequal, "open steps")
@@ -161,6 +163,10 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         )
     has_norm = any(isinstance(module, SyncBatchNorm) for module in model.modules())
     reasons = {
+        "stages and shards together": grid.stages > 1
+        and grid.shards > 1
+        and "ranks of a shard group would need micro-batches of one size, which the end of an epoch has not: use a "
+        "custom loop with equal batches, or Grid(stages=..., tensor=...)",
         "several optimizers": list(optimizers) != [""] and "give one over this rank's parameters",
         "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
         and "it would search along a line of its own on each part",
@@ -175,7 +181,9 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         and any(map(divided.is_divided, model.parameters()))
         and "parts of divided weights are averaged as they are",
         "cutoff": options.cutoff and "stages wait for each other in every step",
-        "SyncBatchNorm": has_norm and (grid.stages > 1 or grid.tensors > 1) and "it counts over all ranks: use BatchNorm",
+        "SyncBatchNorm": has_norm
+        and (grid.stages > 1 or grid.tensors > 1)
+        and "it counts over all ranks: use BatchNorm",
         "a lazy module": lazy.first(model) is not None and "call the model once on a batch before it is divided",
     }
     for received, reason in reasons.items():

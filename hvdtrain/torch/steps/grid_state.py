@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from hvdtrain.checkpoint import Kind
 from hvdtrain.errors import DesyncError
 from hvdtrain.torch.ops import digests, divided, dtypes
 from hvdtrain.torch.ops.gather_ops import alltoall_async
+from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.steps import training_state
 
 _TOTALS = "sum.totals"
@@ -143,20 +144,20 @@ class GridState:
                 mine = dtypes.to_array(tensor) if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
             if everywhere:
                 sent = np.zeros(entry.kind.shape, entry.kind.dtype) if mine is None else mine
-                return self._world.broadcast(sent, root=entry.owner, name="grid.gather")
+                return np.asarray(self._world.broadcast(sent, root=entry.owner, name="grid.gather"))
             return self._to_root(mine, entry)
 
         return ShardedArray(entry.kind, gather)
 
     def _to_root(self, array: NDArray[Any] | None, entry: _Entry) -> NDArray[Any] | None:
-        """Send an array from its owner to the root alone; None on other ranks. A collective, unless the root owns it."""
+        """Send an array from its owner to the root alone; a collective, unless the root owns it. None elsewhere."""
         if entry.owner == 0:
             return array
         count = math.prod(entry.kind.shape)
         sent = np.zeros(0, entry.kind.dtype) if array is None else array.reshape(-1)
         splits = [count if rank == 0 and array is not None else 0 for rank in range(self._world.size)]
         received, _ = alltoall_async(torch.from_numpy(sent), splits, "grid.to_root").wait()
-        return received.numpy().reshape(entry.kind.shape) if self._world.is_root else None
+        return np.asarray(received).reshape(entry.kind.shape) if self._world.is_root else None
 
     # And back
 
@@ -192,12 +193,12 @@ class GridState:
         """
         self._learn(own())
         state, self._loaded = self._loaded, None
-        described = None
+        loaded: list[Any] | None = None
         if self._world.is_root and state is not None:
             arrays = host_arrays(state.arrays)
             described = [[name, [*arrays.kind(name).shape], arrays.kind(name).dtype.str] for name in arrays]
-            described = [described, {**state.meta, "groups": None}]
-        found = self._world.broadcast_object(described, name="grid.loaded")
+            loaded = [described, {**state.meta, "groups": None}]
+        found = self._world.broadcast_object(loaded, name="grid.loaded")
         if found is not None:
             self._spread(state if self._world.is_root else None, *found)
         self._share_settings()
@@ -207,7 +208,7 @@ class GridState:
         arrays = None if state is None else host_arrays(state.arrays)
         model = training_state.tensors(self._model)
         optimizer, scaler = self._optimizer()
-        parameters = training_state.parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         numbers = {self._number(self._grid.stage, index): index for index in range(len(parameters))}
         types = meta.get("types", {})
         entries: dict[int, dict[str, Any]] = {
@@ -253,7 +254,7 @@ def _value(array: NDArray[Any], parameter: torch.Tensor, dtype: str | None) -> t
     elif value.dim():
         value = value.to(parameter.dtype)
     if value.dim() and divided.same_shape(value, parameter):
-        return divided.like(value.to(divided.local(parameter).device), parameter)
+        value = divided.like(value, parameter)
     return value
 
 

@@ -77,6 +77,11 @@ class StageStep:
         return found
 
     @property
+    def micro_batches(self) -> int:
+        """The number of parts of a batch."""
+        return self._stage.micro_batches
+
+    @property
     def has_metrics(self) -> bool:
         """True on the last stage."""
         return self._stage.is_last
@@ -100,4 +105,3 @@ class StageStep:
             self._check.see(outputs, targets, loss, batch.local_count)
             mean = loss.mean() if loss.dim() else loss
         return Loss(mean, outputs=outputs, targets=targets)
-

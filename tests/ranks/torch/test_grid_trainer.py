@@ -1,0 +1,352 @@
+"""The Trainer on a Grid: models in stages, shards and tensor parts train as one process does."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hvdtrain
+import hvdtrain.torch
+from hvdtrain.callbacks import Callback, Checkpoint, SyncCheck
+from hvdtrain.distributed import world as worlds
+from hvdtrain.errors import DesyncError, HvdTrainError
+
+pytestmark = pytest.mark.world_size(2, 4)
+WIDTH, HEAD, TOKENS, CLASSES = 16, 4, 3, 5
+BATCH, SAMPLES = 12, 101  # of one process; the last step of an epoch has 5 samples
+
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(7, WIDTH)
+        self.register_buffer("places", torch.linspace(-1, 1, TOKENS * WIDTH).view(TOKENS, WIDTH))
+
+    def forward(self, ids):
+        return self.tokens(ids) + self.places
+
+
+class Block(nn.Module):
+    """A transformer's block: attention and an MLP, each behind a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        normed = self.norms[0](x)
+        heads = [part(normed).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v)]
+        x = x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.linear(x).transpose(1, 2).clone()  # (batch, classes, tokens); fully_shard warns of a view
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Embed(), Block(), Block(), Head())
+
+
+def tokens(*, ignored=0.2):
+    """Return ids and labels, of which a part is ignored: ranks have other numbers of labels."""
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, CLASSES, (SAMPLES, TOKENS))
+    labels[rng.random(labels.shape) < ignored] = -100
+    return rng.integers(0, 7, (SAMPLES, TOKENS)), labels
+
+
+PLAN = {name: ColwiseParallel() for name in ("q", "k", "v", "up")} | {
+    name: RowwiseParallel() for name in ("out", "down")
+}
+
+
+def staged(net, grid, schedule="1f1b"):
+    return grid.pipeline(net, micro_batches=3, schedule=schedule)
+
+
+def sharded(net, grid):
+    for layer in net.children():
+        fully_shard(layer, mesh=grid.mesh("shard"))
+    return fully_shard(net, mesh=grid.mesh("shard"))
+
+
+def divided(net, grid):
+    for layer in net.children():
+        if isinstance(layer, Block):
+            parallelize_module(layer, grid.mesh("tensor"), PLAN)
+    return net
+
+
+KINDS = {
+    "1f1b": ({"stages": 2}, staged),
+    "gpipe": ({"stages": 2}, lambda net, grid: staged(net, grid, "gpipe")),
+    "shard": ({"shard": 2}, sharded),
+    "tensor": ({"tensor": 2}, divided),
+    "stages of tensors": ({"stages": 2, "tensor": 2}, lambda net, grid: staged(divided(net, grid), grid)),
+}
+FOUR = pytest.mark.world_size(4)
+EACH_KIND = [kind if kind in ("1f1b", "shard", "tensor") else pytest.param(kind, marks=FOUR) for kind in KINDS]
+
+
+@pytest.fixture
+def make_grid(world):
+    made = []
+
+    def make(kind="1f1b"):
+        lengths, divide = KINDS[kind]
+        grid = hvdtrain.torch.Grid(**lengths)
+        made.append(grid)
+        return grid, divide(model(), grid)
+
+    yield make
+    for grid in made:
+        grid.close()
+
+
+def optimizer_of(net, **options):
+    return torch.optim.SGD(net.parameters(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01} | options)
+
+
+def adam_of(net):
+    # A large eps: the gradient of a key's bias is zero up to rounding, which Adam would make large.
+    return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1, eps=1e-2)
+
+
+def trainer_of(net, *, make=optimizer_of, **options):
+    return hvdtrain.Trainer(net, optimizer=make(net), loss=nn.CrossEntropyLoss(), metrics=["accuracy"], **options)
+
+
+def load(directory, net):
+    optimizer = adam_of(net)
+    return hvdtrain.Trainer.load(directory, net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), metrics=["accuracy"])
+
+
+def fit(trainer, *, replicas, epochs=2, samples=SAMPLES, ignored=0.2, **options):
+    x, y = (each[:samples] for each in tokens(ignored=ignored))
+    return trainer.fit(
+        (x, y), epochs=epochs, batch_size=BATCH // replicas, run_dir=None, progress=False, validation=(x, y), **options
+    )
+
+
+@contextmanager
+def one_process():
+    """Within it, this rank trains alone, as a script without a launcher."""
+    before = worlds.current()
+    worlds.use(worlds.SoloWorld())
+    try:
+        yield
+    finally:
+        worlds.use(before)
+
+
+def alone(**options):
+    """Return the state, history and predictions of one process."""
+    of_fit = {name: options.pop(name) for name in ("epochs", "samples", "ignored") if name in options}
+    with one_process():
+        trainer = trainer_of(model(), **options)
+        history = fit(trainer, replicas=1, **of_fit)
+        return trainer.state(), history, trainer.predict(tokens()[0])
+
+
+def assert_equal(state, expected, *, atol=1e-6):
+    assert sorted(state.arrays) == sorted(expected.arrays)
+    for name in expected.arrays:
+        np.testing.assert_allclose(state.arrays[name], expected.arrays[name], rtol=1e-6, atol=atol, err_msg=name)
+
+
+def assert_same_history(history, expected):
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        assert history[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, pytest.param(97, marks=FOUR)], ids=["uneven", "some ranks without"])
+@pytest.mark.parametrize("kind", EACH_KIND)
+def test_a_grid_trains_the_model_of_one_process(make_grid, kind, samples):
+    options = {"clip_norm": 0.5, "accumulate": 2}
+    of_fit = {"samples": samples}
+    state, history, predicted = alone(**options, **of_fit)
+    grid, net = make_grid(kind)
+    trainer = trainer_of(net, **options)
+    found = fit(trainer, replicas=grid.data_size, **of_fit)
+    assert_same_history(found, history)
+    assert_equal(trainer.state(), state)
+    np.testing.assert_allclose(trainer.predict(tokens()[0]), predicted, atol=1e-5)
+    assert trainer.state().meta["layout"] == state.meta["layout"]
+
+
+@FOUR
+@pytest.mark.parametrize("kind", ["1f1b", "shard", "tensor"])
+def test_replicas_that_average_weights_after_each_step_equal_one_process(make_grid, kind):
+    plain = {"make": lambda net: optimizer_of(net, momentum=0.0)}
+    state, history, _ = alone(**plain, ignored=0.0)  # ranks that step alone count samples, not labels
+    grid, net = make_grid(kind)
+    trainer = trainer_of(net, sync=hvdtrain.LocalSGD(every=1), **plain)
+    found = fit(trainer, replicas=grid.data_size, ignored=0.0)
+    assert found["val_loss"] == pytest.approx(history["val_loss"], rel=1e-5)
+    assert_equal(trainer.state(), state)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_stages_in_mixed_precision_equal_one_process_with_the_same_micro_batches(make_grid, size, precision):
+    if size != 2:  # replicas have micro-batches of their own
+        return
+    whole = {"samples": 8 * BATCH}  # a short step would be cut into other micro-batches
+    state, _, _ = alone(precision=precision, micro_batch=BATCH // 3, clip_norm=0.5, **whole)
+    _, net = make_grid()
+    trainer = trainer_of(net, precision=precision, clip_norm=0.5)
+    fit(trainer, replicas=1, **whole)
+    assert_equal(trainer.state(), state, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "shard", pytest.param("stages of tensors", marks=FOUR)])
+def test_a_checkpoint_of_a_grid_is_one_of_a_single_process_and_back(make_grid, shared_tmp_path, world, kind):
+    state, _, _ = alone(make=adam_of, epochs=3)
+    folder = str(shared_tmp_path / "checkpoints")
+    grid, net = make_grid(kind)
+    fit(trainer_of(net, make=adam_of), replicas=grid.data_size, epochs=1, checkpoint_dir=folder)
+    copy = str(shared_tmp_path / f"alone-{world.rank}")
+    with one_process():  # reads what the grid has written, and writes what the grid reads
+        found = load(f"{folder}/epoch-000001", model())
+        fit(found, replicas=1, epochs=2)
+        found.save(copy)
+    net = KINDS[kind][1](model(), grid)
+    again = load(str(shared_tmp_path / "alone-0"), net)
+    fit(again, replicas=grid.data_size, epochs=3)
+    assert_equal(again.state(), state)
+
+
+def test_a_whole_models_weights_file_is_read_by_torch_alone(make_grid, shared_tmp_path, world):
+    from safetensors.torch import load_file
+
+    grid, net = make_grid()
+    trainer = trainer_of(net)
+    fit(trainer, replicas=grid.data_size, epochs=1)
+    trainer.save(str(shared_tmp_path / "saved"))
+    whole = model()
+    whole.load_state_dict(load_file(shared_tmp_path / "saved" / "model.safetensors"))
+    x, _ = tokens()
+    with torch.no_grad():
+        expected = whole.eval()(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(trainer.predict(x), expected, atol=1e-6)
+
+
+class StopError(Exception):
+    """Ends a fit in the middle."""
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer, step):
+        if trainer.global_step == self.step:
+            raise StopError
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "shard", pytest.param("tensor", marks=FOUR)])
+@pytest.mark.parametrize("sync", [None, pytest.param(hvdtrain.DiLoCo(every=2), marks=FOUR)], ids=str)
+def test_a_run_that_resumes_within_an_epoch_equals_one_that_never_stopped(make_grid, shared_tmp_path, kind, sync):
+    grid, _ = make_grid(kind)
+    states = []
+    for stops in (None, 5):
+        folder = str(shared_tmp_path / str(stops))
+        for stop in [stops, None] if stops else [None]:
+            trainer = trainer_of(KINDS[kind][1](model(), grid), make=adam_of, sync=sync, clip_norm=0.5)
+            callbacks = [Checkpoint(folder, every_steps=4), *([StopAt(stop)] if stop else [])]
+            with suppress(StopError):
+                history = fit(trainer, replicas=grid.data_size, callbacks=callbacks)
+        states.append((trainer.state(), {k: v for k, v in history.items() if k not in ("seconds", "samples_per_s")}))
+    (state, history), (again, resumed) = states
+    assert resumed == history
+    for name in state.arrays:
+        assert np.array_equal(state.arrays[name], again.arrays[name]), name
+
+
+@FOUR
+def test_replicas_of_a_part_are_compared_and_the_difference_is_named(make_grid, rank):
+    grid, net = make_grid()
+
+    class Damage(Callback):
+        def on_step_end(self, trainer, step):
+            if rank == 3 and step == 1:
+                with torch.no_grad():
+                    next(net.parameters()).add_(1e-3)
+
+    with pytest.raises(DesyncError, match=r"differs between rank 1 \(.*\) and rank 3 .*after step 2 of epoch 1"):
+        fit(trainer_of(net), replicas=grid.data_size, callbacks=[SyncCheck(1), Damage()])
+
+
+def test_ranks_of_a_replica_see_the_same_samples_and_replicas_each_sample_once(make_grid, hvd):
+    grid, _ = make_grid()
+    net = grid.pipeline(nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), micro_batches=2)
+    seen = []
+
+    def mse(outputs, targets):
+        seen.extend(targets.reshape(-1).tolist())
+        return F.mse_loss(outputs, targets)
+
+    x = np.arange(30, dtype=np.float32)[:, None]
+    trainer = hvdtrain.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), 1e-6), loss=mse, metrics=["mae"])
+    trainer.fit((x, x), batch_size=4, run_dir=None, progress=False, epochs=1)
+    everyones = hvd.allgather_object(seen)
+    checked = {float(each) for each in itertools.chain(*everyones)}
+    assert checked == set(map(float, range(30)))
+
+
+REFUSALS = {
+    "the model is a stage": ("1f1b", lambda net, grid: trainer_of(model())),
+    "the model is divided before": ("shard", lambda net, grid: trainer_of(model())),
+    "own parameters": ("1f1b", lambda net, grid: trainer_of(net, make=lambda _: optimizer_of(model()))),
+    "Received: nan_policy='skip'": ("1f1b", lambda net, grid: trainer_of(net, nan_policy="skip")),
+    "Received: micro_batch=2": ("1f1b", lambda net, grid: trainer_of(net, micro_batch=2)),
+    "Received: shard='optimizer'": ("1f1b", lambda net, grid: trainer_of(net, shard="optimizer")),
+    "Received: compression='fp16'": ("shard", lambda net, grid: trainer_of(net, compression="fp16")),
+    "takes its steps in every rank": ("1f1b", lambda net, grid: trainer_of(net, sync=hvdtrain.Delayed())),
+    "stages compute layer by layer": (
+        "1f1b",
+        lambda net, grid: hvdtrain.Trainer(net, optimizer=optimizer_of(net), step=lambda model, batch: None),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_a_grid_cannot_do_is_one_error_on_every_rank(make_grid, message):
+    kind, make = REFUSALS[message]
+    grid, net = make_grid(kind)
+    with pytest.raises((ValueError, HvdTrainError), match=message):
+        make(net, grid)
+
+
+def test_an_optimizer_of_one_stage_over_other_parameters_is_an_error_on_all(make_grid, rank):
+    grid, net = make_grid()
+    with pytest.raises((ValueError, HvdTrainError), match="own parameters"):
+        trainer_of(net, make=lambda net: optimizer_of(model() if grid.stage else net))
+
+
+def test_a_stage_alone_computes_nothing(make_grid):
+    _, net = make_grid()
+    with pytest.raises(HvdTrainError, match=r"its output is no prediction. Received: a call of stage \d of 2"):
+        net(torch.zeros(1, TOKENS, dtype=torch.long))
+
+
+def test_inputs_that_are_not_one_tensor_are_refused(make_grid):
+    _, net = make_grid()
+    with pytest.raises(TypeError, match=r"inputs that are one tensor.* Received: dict"):
+        net.outputs({"ids": torch.zeros(1)})
