@@ -94,8 +94,8 @@ class TopK(Scheme):
 class PowerSGD(Scheme):
     """Send each matrix of gradients as the product of two narrow ones.
 
-    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. For a matrix of a rows and b
-    columns in float32, a rank gives Horovod 4 rank (a + b) bytes by two allreduces.
+    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. For a matrix of a rows and
+    b columns in float32, a rank gives Horovod 4 rank (a + b) bytes by two allreduces.
 
     Args:
         rank: columns of the two matrices.
