@@ -40,7 +40,11 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Int8(Scheme):
-    """Send gradients as 8-bit integers, with a scale for each block of numbers."""
+    """Send gradients as 8-bit integers, with a scale for each block of numbers.
+
+    Seide et al., "1-Bit Stochastic Gradient Descent", 2014, with 8 bits. For a gradient of n numbers on N ranks, a rank
+    gives Horovod 1.02 n bytes by an alltoall, and 1.02 n / N bytes by an allgather.
+    """
 
     name = "int8"
 
@@ -53,6 +57,9 @@ class Int8(Scheme):
 @dataclass(frozen=True)
 class TopK(Scheme):
     """Send the largest numbers of each gradient, with their places.
+
+    Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017. For a gradient of n numbers in
+    float32, a rank gives Horovod 8 n fraction bytes by an allgather.
 
     Args:
         fraction: the share of numbers that are sent, in (0, 1].
@@ -87,7 +94,8 @@ class TopK(Scheme):
 class PowerSGD(Scheme):
     """Send each matrix of gradients as the product of two narrow ones.
 
-    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
+    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. For a matrix of a rows and
+    b columns in float32, a rank gives Horovod 4 rank (a + b) bytes by two allreduces.
 
     Args:
         rank: columns of the two matrices.

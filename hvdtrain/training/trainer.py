@@ -91,7 +91,8 @@ class Trainer:
         cutoff: for torch, with `accumulate`: a share of the ranks, in (0, 1]. Soon after so many ranks have computed
             all their batches of a step, it closes, and the others send what they have. Batches that were cut off are
             computed in later steps of the epoch. Or `History.cutoffs` of an earlier run, whose steps are repeated on
-            as many ranks. None waits for all ranks.
+            as many ranks. None waits for all ranks. See Chen et al., "Revisiting Distributed Synchronous SGD", 2016
+            (backup workers), and Giladi et al., "DropCompute", 2023.
         nan_policy: what to do about a non-finite gradient. All ranks detect it in the same step, and no rank takes that
             step. "raise" ends the run with an error; "stop" ends it with a checkpoint, if there is a checkpoint_dir,
             and returns the History so far; "skip" continues with the next step. The message names the step, the rank,

@@ -217,12 +217,15 @@ def ranks_of(lines: list[str]) -> tuple[int, str]:
     return int(ranks), rest
 
 
+def in_double(set_type: str, script: Path) -> str:
+    """Return a command: rounding is then far below the four digits that are printed; augmentation is not."""
+    program = f"import runpy, sys, hvdtrain; {set_type}; sys.argv = sys.argv[1:]; "
+    program += 'runpy.run_path(sys.argv[0], run_name="__main__")'
+    return f"python -c {shlex.quote(program)} {script} --epochs 1"
+
+
 def test_resnet_trains_the_same_numbers_on_two_ranks_and_resumes(tmp_path: Path) -> None:
-    # In double precision rounding is far below the four digits that are printed; batch norm and augmentation are not.
-    double = "import runpy, sys, torch; torch.set_default_dtype(torch.float64); sys.argv = sys.argv[1:]; "
-    script = (
-        f"python -c '{double}runpy.run_path(sys.argv[0], run_name=\"__main__\")' {GALLERY}/images/train.py --epochs 1"
-    )
+    script = in_double("import torch; torch.set_default_dtype(torch.float64)", GALLERY / "images/train.py")
     lines = run_well(f"horovodrun -np 2 {script} --checkpoints two", tmp_path)
     ranks, two = ranks_of(lines)
     assert ranks == 2
@@ -231,6 +234,14 @@ def test_resnet_trains_the_same_numbers_on_two_ranks_and_resumes(tmp_path: Path)
     again = run_well(f"{script} --checkpoints two", tmp_path)
     assert any("nothing is left to train with epochs=1" in line for line in again)
     assert ranks_of(again) == (1, two)
+
+
+def test_keras_resnet_trains_the_same_numbers_on_two_ranks(tmp_path: Path) -> None:
+    script = in_double('import keras; keras.config.set_floatx("float64")', GALLERY / "images/train_keras.py")
+    script += " --batch-size 256"  # six steps
+    two = ranks_of(run_well(f"horovodrun -np 2 {script} --checkpoints two", tmp_path, KERAS_BACKEND="torch"))
+    one = ranks_of(run_well(f"{script} --checkpoints one", tmp_path, KERAS_BACKEND="torch"))
+    assert (one[0], two) == (1, (2, one[1]))
 
 
 def test_gpt_has_one_process_perplexity_on_two_ranks_and_writes_a_sample(tmp_path: Path) -> None:
