@@ -114,7 +114,10 @@ class Grid:
                 f"{type(model).__name__} on rank {self.world.rank}"
             )
         layers = {name: layer for name, layer in model._modules.items() if layer is not None}
-        return Stage(self, layers, micro_batches=micro_batches, schedule=schedule, at=at)
+        stage = Stage(self, layers, micro_batches=micro_batches, schedule=schedule, at=at)
+        if self.world.is_root:
+            log.info("%s", stage.describe())
+        return stage
 
     def rank_of(self, *, stage: int) -> int:
         """Return the rank of a stage, among those that are stages of one pipeline with this rank."""

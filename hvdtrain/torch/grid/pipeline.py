@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -35,6 +35,7 @@ class Stage(nn.Module):
         micro_batches: how many parts of a batch go through the stages one after the other.
         schedule: "1f1b" or "gpipe".
         layers: the names of the layers of each stage.
+        kinds: how many layers of each class the whole model has.
         within: returns a context, such as autocast's, in which the layers compute; it gets the number of samples.
     """
 
@@ -47,6 +48,7 @@ class Stage(nn.Module):
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
             raise ValueError(f"micro_batches must be an int >= 1. Received: micro_batches={micro_batches!r}")
         self.layers = split.split(layers, grid.stages, at)
+        self.kinds = Counter(map(type, layers.values()))
         for name in self.layers[grid.stage]:
             self.add_module(name, layers[name])
         self.grid, self.micro_batches, self.schedule = grid, micro_batches, schedule
@@ -54,6 +56,14 @@ class Stage(nn.Module):
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._is_running = False
         self._loss_of: Callable[[Any, Tensor], Tensor] | None = None
+
+    def describe(self) -> str:
+        """Return a log line on the stages."""
+        ends = [part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in self.layers]
+        stages = ", ".join(f"{number}: {part}" for number, part in enumerate(ends))
+        idle = (self.grid.stages - 1) / (self.micro_batches + self.grid.stages - 1)
+        how = f"{self.micro_batches} micro-batches, {self.schedule}; a stage waits for {100 * idle:.0f} % of a step"
+        return f"pipeline: layers by stage {stages}; {how}"
 
     @property
     def is_first(self) -> bool:

@@ -183,13 +183,14 @@ def choose(models: Mapping[str, nn.Module], rule: Rule, world: World) -> Activat
             chosen |= _members(model, prefix, every=rule is True) or _siblings(model, prefix)
     kinds = ", ".join(type(model).__name__ for model in models.values())
     received = f"checkpoint_activations={getattr(rule, '__qualname__', repr(rule))}, for {kinds}"
-    if not chosen:
+    has_stages = world.grid is not None and world.grid.stages > 1
+    if not (any(world.allgather_object(bool(chosen), name="checkpointed")) if has_stages else chosen):
         looked_for = "is True for no module" if callable(rule) else "found no module that consists of others"
         raise ValueError(f"The rule {looked_for}. Received: {received}. {_WAY_OUT}.")
     for model in models.values():
         _check(model, chosen, received)
     checkpoints = ActivationCheckpoints({names.plain(name): module for name, module in _topmost(chosen).items()})
-    if not launch_environment.is_elastic():  # whose new ranks make their Trainer alone
+    if not launch_environment.is_elastic() and not has_stages:  # whose new ranks make their Trainer alone
         what = {"what checkpoint_activations chooses": str(checkpoints)}
         agreement.require_equal(what, world=world, what="the model", advice="The rule must not depend on the rank.")
     return checkpoints
@@ -211,13 +212,18 @@ def _asked(parent: nn.Module, prefix: str, rule: Callable[[Any], Any]) -> dict[s
     return found
 
 
+def _kinds(parent: nn.Module) -> Counter[type] | None:
+    """Return the numbers of the layers of a whole nn.Sequential by class, of which `parent` is a stage; else None."""
+    return getattr(parent, "kinds", None) if hasattr(parent, "micro_batches") else None
+
+
 def _members(parent: nn.Module, prefix: str, *, every: bool) -> dict[str, nn.Module]:
     """Return the members of lists and, of the same class or `every` one, of sequences."""
     found: dict[str, nn.Module] = {}
-    counts = Counter(map(type, parent.children()))
+    counts = Counter(map(type, parent.children())) if (kinds := _kinds(parent)) is None else kinds
     for name, child in parent.named_children():
         inner = _members(child, f"{prefix}{name}.", every=every)
-        is_repeated = isinstance(parent, nn.Sequential) and (every or counts[type(child)] > 1)
+        is_repeated = (isinstance(parent, nn.Sequential) or kinds is not None) and (every or counts[type(child)] > 1)
         is_block = (isinstance(parent, _LISTS) or is_repeated) and _consists_of_others(child)
         found |= inner if not is_block or (inner and isinstance(child, nn.Sequential)) else {f"{prefix}{name}": child}
     return found

@@ -184,6 +184,8 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         "SyncBatchNorm": has_norm
         and (grid.stages > 1 or grid.tensors > 1)
         and "it counts over all ranks: use BatchNorm",
+        "weights without values": any(each.is_meta for each in model.parameters())
+        and 'give this rank\'s part values: stage.to_empty(device="cpu"), then its layers\' reset_parameters()',
         "a lazy module": lazy.first(model) is not None and "call the model once on a batch before it is divided",
     }
     for received, reason in reasons.items():
