@@ -87,7 +87,7 @@ class TorchAdapter:
         if world.size > 1 or launch_environment.is_elastic():
             self.notes += filter(None, [convert_torchs(model)])
         with agreement.everywhere(world=world, name="grid.check") if world.grid is not None else _PLAIN:
-            check(model, optimizers, loss, step, options)
+            check(model, optimizers, loss, step, options, grid=world.grid)
             check_grid(model, optimizers, options, world, has_step=step is not None)
         lazy.agree(model, world)
         self._options, self._world, self._device = options, world, torch.device(world.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import engine, gather_ops, reduce_ops
 
 BACKEND = "horovod"
+_NAMES = 32  # that operations of one kind and size take in turns: so many of them are in flight at once
 
 _sets: dict[tuple[int, ...], Any] = {}  # Horovod's process sets, by their ranks
 
@@ -124,6 +126,8 @@ class Group(_ProcessGroup):
         self._sorted = sorted(ranks)  # Horovod's order
         self._own = ranks.index(int(engine.native().rank()))
         self._counts: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        self._last: dict[str, weakref.ref[InFlight]] = {}  # by name
+        self._named: list[str] = []
         super().__init__(self._own, len(ranks))
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -146,7 +150,7 @@ class Group(_ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> InFlight:
         """Reduce each tensor in place."""
         op = _operation(opts.reduceOp if opts is not None else ReduceOp.SUM)
-        return InFlight([self._reduce(tensor, op) for tensor in tensors], tensors)
+        return self._in_flight([self._reduce(tensor, op) for tensor in tensors], tensors)
 
     allreduce_coalesced = allreduce
 
@@ -154,16 +158,20 @@ class Group(_ProcessGroup):
         """Reduce onto one rank; the others' tensors stay as they are."""
         op, is_root = _operation(opts.reduceOp), opts.rootRank == self._own
         copies = [tensor if is_root else tensor.detach().clone() for tensor in tensors]
-        return InFlight([self._reduce(copy, op) for copy in copies], tensors)
+        return self._in_flight([self._reduce(copy, op) for copy in copies], tensors)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> InFlight:
         """Reduce `source`, equal parts for each rank, and put this rank's part into `output`."""
         parts = source.detach().reshape(self.size(), -1)
         if self._ranks != self._sorted:
             parts = parts[[self._ranks.index(rank) for rank in self._sorted]]
-        how = {"op": _operation(opts.reduceOp), "name": self._name("reducescatter"), "process_set": self._set}
+        how = {
+            "op": _operation(opts.reduceOp),
+            "name": self._name("reducescatter", source.numel()),
+            "process_set": self._set,
+        }
         handle = gather_ops.reducescatter_async(parts, **how)
-        return InFlight([handle], [output], lambda received: _fill(output, received))
+        return self._in_flight([handle], [output], lambda received: _fill(output, received))
 
     def reduce_scatter(self, outputs: list[Tensor], sources: list[list[Tensor]], opts: Any) -> InFlight:
         """Reduce a list with a tensor for each rank, of one shape."""
@@ -172,7 +180,7 @@ class Group(_ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any) -> InFlight:
         """Reduce several tensors, each as `reduce_scatter_single`."""
         works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, sources, strict=True)]
-        return InFlight([work.wait for work in works], outputs)
+        return self._in_flight([work.wait for work in works], outputs)
 
     def barrier(self, opts: Any = None) -> InFlight:
         """Wait until all ranks of the group have called it."""
@@ -183,12 +191,14 @@ class Group(_ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> InFlight:
         """Overwrite tensors with those of the group's rank `opts.rootRank`."""
         how = {"root_rank": self._ranks[opts.rootRank], "process_set": self._set}
-        handles = [gather_ops.broadcast_async_(t.detach(), name=self._name("broadcast"), **how) for t in tensors]
-        return InFlight(handles, tensors)
+        handles = [
+            gather_ops.broadcast_async_(t.detach(), name=self._name("broadcast", t.numel()), **how) for t in tensors
+        ]
+        return self._in_flight(handles, tensors)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> InFlight:
         """Concatenate the ranks' tensors, of one shape."""
-        return InFlight([self._gather(source)], [output], lambda rows: _fill(output, self._in_order(rows)))
+        return self._in_flight([self._gather(source)], [output], lambda rows: _fill(output, self._in_order(rows)))
 
     def allgather(self, outputs: list[list[Tensor]], sources: list[Tensor], opts: Any = None) -> InFlight:
         """Gather the ranks' tensors, of one shape, into a list."""
@@ -197,12 +207,12 @@ class Group(_ProcessGroup):
             for output, row in zip(outputs[0], self._in_order(rows), strict=True):
                 _fill(output, row)
 
-        return InFlight([self._gather(sources[0])], outputs[0], finish)
+        return self._in_flight([self._gather(sources[0])], outputs[0], finish)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], sources: list[Tensor], opts: Any = None) -> InFlight:
         """Gather several tensors, each as `all_gather_single`."""
         works = [self.all_gather_single(*pair) for pair in zip(outputs, sources, strict=True)]
-        return InFlight([work.wait for work in works], outputs)
+        return self._in_flight([work.wait for work in works], outputs)
 
     def gather(self, outputs: list[list[Tensor]], sources: list[Tensor], opts: Any) -> InFlight:
         """Gather the ranks' tensors, of one shape, on one rank."""
@@ -244,13 +254,13 @@ class Group(_ProcessGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> InFlight:
         """Send a tensor to one rank of the group."""
         (tensor,) = tensors
-        return InFlight([self._pass(tensor, self._own, dst, tag)], tensors)
+        return self._in_flight([self._pass(tensor, self._own, dst, tag)], tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> InFlight:
         """Receive a tensor from one rank of the group."""
         (tensor,) = tensors
         handle = self._pass(tensor.new_empty(0), src, self._own, tag)
-        return InFlight([handle], tensors, lambda received: _fill(tensor, received[0]))
+        return self._in_flight([handle], tensors, lambda received: _fill(tensor, received[0]))
 
     # torch's older names, and those by which its C++ calls a group.
     _allgather_base = all_gather_single
@@ -259,16 +269,35 @@ class Group(_ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _name(self, kind: str) -> str:
-        return f"grid.{kind}.{'-'.join(map(str, self._ranks))}.{next(self._counts[kind])}"
+    def _name(self, kind: str, numbers: int | None = None) -> str:
+        """Return a name for an operation on so many numbers, once the operation that had it before is done.
+
+        Horovod remembers by name what ranks have agreed on, so names are used again.
+        """
+        alike = ".".join(
+            map(str, ["grid", kind, "-".join(map(str, self._ranks)), *([] if numbers is None else [numbers])])
+        )
+        name = f"{alike}.{next(self._counts[alike]) % _NAMES}"
+        earlier = self._last[name]() if name in self._last else None
+        if earlier is not None:
+            earlier.wait()
+        self._named.append(name)
+        return name
+
+    def _in_flight(self, handles: Sequence[Any], results: Sequence[Tensor], finish: Any = None) -> InFlight:
+        """Return the operations in flight that were named since the last call."""
+        work = InFlight(handles, results, finish)
+        self._last |= dict.fromkeys(self._named, weakref.ref(work))
+        self._named.clear()
+        return work
 
     def _reduce(self, tensor: Tensor, op: int) -> Any:
-        how = {"op": op, "name": self._name("allreduce"), "process_set": self._set}
+        how = {"op": op, "name": self._name("allreduce", tensor.numel()), "process_set": self._set}
         return reduce_ops.allreduce_async_(tensor.detach(), **how)
 
     def _gather(self, source: Tensor) -> Any:
         row = source.detach().reshape(1, -1)
-        return gather_ops.allgather_async(row, name=self._name("allgather"), process_set=self._set)
+        return gather_ops.allgather_async(row, name=self._name("allgather", source.numel()), process_set=self._set)
 
     def _in_order(self, rows: Tensor) -> Tensor:
         """Return rows in the order of this group's ranks; Horovod sorts ranks."""
@@ -288,16 +317,15 @@ class Group(_ProcessGroup):
             got = received[0].split(received[1].tolist())
             finish([got[self._sorted.index(rank)] for rank in self._ranks])
 
-        return InFlight([gather_ops.alltoall_async(flat, **how)], results, in_order)
+        return self._in_flight([gather_ops.alltoall_async(flat, **how)], results, in_order)
 
     def _pass(self, tensor: Tensor, src: int, dst: int, tag: int) -> Any:
         """Start one end of a message between two ranks: an alltoall of the two, in which one of them sends."""
         ends = sorted((self._ranks[src], self._ranks[dst]))
         splits = [tensor.numel() if rank == self._ranks[dst] else 0 for rank in ends]
-        name = f"grid.message.{self._ranks[src]}-{self._ranks[dst]}.{tag}"
         how = {
             "splits": torch.tensor(splits, dtype=torch.int32, device="cpu"),
-            "name": f"{name}.{next(self._counts[name])}",
+            "name": self._name(f"message.{self._ranks[src]}-{self._ranks[dst]}.{tag}"),
             "process_set": process_set(ends),
         }
         return gather_ops.alltoall_async(tensor.detach().reshape(-1), **how)

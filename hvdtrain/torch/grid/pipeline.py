@@ -165,7 +165,7 @@ class Stage(nn.Module):
             schedule = self._schedule(inputs, count, trains=trains)
             args = (inputs,) if self.is_first else ()
             # Numbers in the place of targets: the loss of a micro-batch needs more than its targets.
-            target = torch.arange(count, device="cpu") if trains and self.is_last else None
+            target = torch.arange(count, dtype=torch.int64, device="cpu") if trains and self.is_last else None
             return schedule.step(*args, target=target, return_outputs=not trains)
 
     @contextmanager

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hvdtrain.adapter import Need, Options, Refusal, shard_refusals
-from hvdtrain.distributed import world as worlds
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import divided, dtypes, lazy
 from hvdtrain.torch.ops.compression import resolve
@@ -19,7 +18,9 @@ from hvdtrain.torch.steps.closure import needs_closure
 from hvdtrain.torch.steps.named_steps import check_optimizers
 
 
-def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, options: Options) -> None:
+def check(
+    model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, options: Options, *, grid: Any = None
+) -> None:
     """Raise ValueError or TypeError for what the Trainer cannot train, or cannot combine."""
     if loss is not None and step is not None:
         raise ValueError(f"Give loss= or step=, not both: step computes the loss. Received: {loss=}, {step=}")
@@ -31,11 +32,11 @@ def check(model: nn.Module, optimizers: dict[str, Any], loss: Any, step: Any, op
     if step is None and list(optimizers) != [""]:
         raise ValueError(f"Several optimizers need step=, which yields their names. Received: {', '.join(optimizers)}")
     check_optimizers(optimizers)
-    dtypes.check(model, precision=options.precision, may_be_divided=worlds.current().grid is not None)
+    dtypes.check(model, precision=options.precision, may_be_divided=grid is not None)
     if options.micro_batch == "auto":
         _check_repeatable(model, several=list(optimizers) != [""])
     if options.needs is not None:
-        options.needs.check(_refusals(model, optimizers, options))
+        options.needs.check(_refusals(model, optimizers, options, grid))
     if options.shard == "gradients":
         _check_sharded_gradients(optimizers, options)
     for optimizer in optimizers.values():
@@ -65,14 +66,14 @@ def _check_sharded_gradients(optimizers: dict[str, Any], options: Options) -> No
         )
 
 
-def _refusals(model: nn.Module, optimizers: dict[str, Any], options: Options) -> Iterator[Refusal]:
+def _refusals(model: nn.Module, optimizers: dict[str, Any], options: Options, grid: Any) -> Iterator[Refusal]:
     """Yield what ranks must do together in every step."""
     if resolve(options.compression).has_memory and options.precision == "fp16":
         received = f"compression={options.compression!r} and precision='fp16'"
         reason = "its errors have the loss's scale, which a rank that is behind does not know; use precision='bf16'"
         yield Refusal(("open steps",), received, reason)
     yield from shard_refusals(options)
-    if (grid := worlds.current().grid) is not None:
+    if grid is not None:
         reason = (
             "a replica takes its steps in every rank at once, and between replicas ranks average weights or gradients"
         )
@@ -185,7 +186,7 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         and (grid.stages > 1 or grid.tensors > 1)
         and "it counts over all ranks: use BatchNorm",
         "weights without values": any(each.is_meta for each in model.parameters())
-        and 'give this rank\'s part values: stage.to_empty(device="cpu"), then its layers\' reset_parameters()',
+        and "give this rank's part values: stage.to_empty(device=\"cpu\"), then its layers' reset_parameters()",
         "a lazy module": lazy.first(model) is not None and "call the model once on a batch before it is divided",
     }
     for received, reason in reasons.items():
