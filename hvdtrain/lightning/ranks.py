@@ -18,7 +18,7 @@ _OPS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "min": hvd.Min,
 
 def refuse_torchs_ranks() -> None:
     """Raise RuntimeError if torch.distributed has ranks of its own; HvdTrainError if a Grid divides the model."""
-    refuse_grid("hvdtrain.lightning", "Train it in a custom loop")
+    refuse_grid("hvdtrain.lightning", "Use hvdtrain.Trainer, or a custom loop")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RuntimeError(
             "torch.distributed is initialized, and Lightning and torchmetrics would synchronize over its ranks as well "

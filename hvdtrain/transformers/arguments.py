@@ -35,7 +35,7 @@ def join() -> World:
                 "hvdtrain.transformers does not train in elastic jobs: transformers cannot change its number of ranks. "
                 "Start the job with a fixed -np, or use hvdtrain.Trainer."
             )
-        refuse_grid("hvdtrain.transformers", "Train it in a custom loop")
+        refuse_grid("hvdtrain.transformers", "Use hvdtrain.Trainer, or a custom loop")
         if not (dist.is_initialized() and dist.get_backend() == groups.BACKEND):
             groups.start()  # for what transformers and accelerate gather; gradients go by hvd.DistributedOptimizer
         _describe(world)

@@ -86,7 +86,7 @@ def test_torch_distributed_is_refused(tmp_path):
 
 def test_a_grid_is_refused_by_its_name(monkeypatch):
     monkeypatch.setattr(hvdtrain.init("torch"), "grid", {"stages": 2})
-    with pytest.raises(HvdTrainError, match=r"a Grid divides it\. Train it in a custom loop"):
+    with pytest.raises(HvdTrainError, match=r"a Grid divides it\. Use hvdtrain\.Trainer, or a custom loop"):
         HorovodStrategy()
 
 
