@@ -177,7 +177,9 @@ class ComputeTogether(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Compute the values of training. Schedules and callbacks decide by those of the last step, too."""
-        trainer.callback_metrics.update(trainer.fit_loop.epoch_loop._results.last_steps())
+        results = trainer.fit_loop.epoch_loop._results
+        trainer.callback_metrics.update(results.last_steps())
+        results.weight = 1.0  # of what is logged from here on, which is of no batch
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Compute the values of validation."""

@@ -174,6 +174,9 @@ def test_a_value_of_an_epochs_end_is_refused_where_ranks_have_others(world):
         def validation_step(self, batch, batch_idx):
             self.right = self.net(batch[0]).argmax(1) == batch[1]
 
+        def on_train_epoch_end(self):  # after a batch of which one rank has none
+            self.log("trained", float(self.global_rank), **self.how)
+
         def on_validation_epoch_end(self):
             self.log("equal", 3.0, reduce_fx="sum")
             self.log("rank", float(self.global_rank), **self.how)
@@ -183,7 +186,7 @@ def test_a_value_of_an_epochs_end_is_refused_where_ranks_have_others(world):
     model, trainer = AtTheEnd(), trainer_of()
     model.how = {"sync_dist": True}
     trainer.fit(model, *loaders())
-    assert trainer.callback_metrics["rank"] == 0.5
+    assert trainer.callback_metrics["rank"] == trainer.callback_metrics["trained"] == 0.5
     assert trainer.callback_metrics["equal"] == 3.0
 
 
