@@ -113,11 +113,21 @@ class World:
     # With a `process_set` of Horovod's, a collective is one of its ranks, and the others do not call it.
 
     def allreduce(self, array: Array, op: Op = "sum", *, name: str = "host", process_set: Any = None) -> Array:
-        """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them."""
+        """Reduce `array` over ranks, elementwise; shape and dtype must be equal on all of them.
+
+        Raises:
+            ValueError: another op; booleans, and integers but int32 and int64, which Horovod does not add up.
+        """
         if op not in _OPS:
             raise ValueError(f'op must be "sum", "mean", "min" or "max". Received: op={op!r}')
+        array = np.asarray(array, order="C")
+        if array.dtype.kind in "biu" and array.dtype not in (np.int32, np.int64):
+            raise ValueError(
+                f"allreduce of integers takes int32 or int64. Received: {array.dtype} on rank {self.rank}. Convert it: "
+                "array.astype(np.int64)."
+            )
         how = {"op": _OPS[op], "name": f"hvdtrain.{name}.{op}", "process_set": process_set}
-        total = self._run("allreduce", np.asarray(array, order="C"), **how)
+        total = self._run("allreduce", array, **how)
         size = self.size if process_set is None else process_set.size()
         return total / size if op == "mean" else total
 

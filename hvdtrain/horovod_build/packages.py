@@ -186,7 +186,7 @@ def filled(final: Path) -> Iterator[Path]:
         try:
             os.rename(target, final)
         except OSError:
-            if not final.is_dir():
+            if not (target.is_dir() and final.is_dir()):  # a file cannot take a folder's place
                 raise
 
 

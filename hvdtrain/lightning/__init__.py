@@ -10,11 +10,14 @@ except ImportError as error:
 
     raise PackageMissingError(f"hvdtrain.lightning needs Lightning: {error}. Run: pip install lightning") from error
 
+from hvdtrain.lightning import host
 from hvdtrain.lightning.fabric_strategy import HorovodFabricStrategy
 from hvdtrain.lightning.metrics import connect_metrics
 from hvdtrain.lightning.trainer_strategy import HorovodStrategy
 
 __all__ = ["HorovodFabricStrategy", "HorovodStrategy", "connect_metrics"]
+
+host.check()
 
 _DESCRIPTION = "Averages gradients over the ranks of hvdtrain's Horovod"
 StrategyRegistry.register("horovod", HorovodStrategy, description=_DESCRIPTION, override=True)

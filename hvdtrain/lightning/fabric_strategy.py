@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.strategies import ParallelStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 
 import hvdtrain.torch as hvd
 from hvdtrain.lightning import gradients
+from hvdtrain.lightning.host import _BackwardSyncControl, _InfiniteBarrier, fabric, require
 from hvdtrain.lightning.metrics import connect_metrics
 from hvdtrain.lightning.ranks import OnRanks
+from hvdtrain.lightning.shares import warn_of_repeats
 from hvdtrain.torch.ops import names
+from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
 
 
@@ -37,6 +39,7 @@ class HorovodFabricStrategy(OnRanks, ParallelStrategy):
         super().__init__(accelerator, checkpoint_io, precision, compression=compression, groups=groups)
         self._modules: list[nn.Module] = []
         self._local: list[Any] = []  # optimizers whose gradients are added up on this rank
+        require(self, "_backward_sync_control")
         self._backward_sync_control = _KeepLocal(self)
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -51,6 +54,11 @@ class HorovodFabricStrategy(OnRanks, ParallelStrategy):
         connect_metrics(module)
         self._modules.append(module)
         return module
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Say of a DataLoader where samples count twice; return it."""
+        warn_of_repeats(dataloader, self._world)
+        return dataloader
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Let an optimizer's gradients be averaged; its modules were set up before."""
@@ -83,9 +91,16 @@ class HorovodFabricStrategy(OnRanks, ParallelStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Take a step; all ranks have the same gradients."""
         if kwargs.get("closure") is not None:
-            kwargs["closure"] = gradients.averaged(kwargs["closure"], optimizer, self._distributed)
+            kwargs["closure"] = gradients.checked(kwargs["closure"], optimizer, self._distributed)
         with gradients.averaged_already(self._distributed):
             return super().optimizer_step(optimizer, **kwargs)
+
+    def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        """Write a file on rank 0. Every rank calls it: running statistics are made equal before."""
+        if self._world.size > 1:
+            for module in self._modules:
+                average_buffers(list(names.buffers(module)), self._world)
+        super().save_checkpoint(path, state, *args, **kwargs)
 
     def teardown(self) -> None:
         """Let backward send nothing any more; no collective."""
@@ -103,3 +118,16 @@ class _KeepLocal(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Return a context in which backward passes add to this rank's gradients of `module` only."""
         return self._strategy.kept_local(module) if enabled else nullcontext()
+
+
+class _Barrier(_InfiniteBarrier):
+    """The barrier of `fabric.rank_zero_first()`: Lightning's own waits for torch.distributed's ranks alone."""
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        if self.group is None and hvd.is_initialized():
+            self.barrier = hvd.barrier
+        return self
+
+
+fabric._InfiniteBarrier = _Barrier

@@ -46,52 +46,38 @@ def distribute(
 def average(optimizers: Sequence[Any]) -> None:
     """Replace the gradients of a backward pass by their means over ranks. A collective.
 
-    Of several optimizers, only those whose gradients the pass has made.
+    Of several optimizers, only those whose gradients the pass has made on one rank or more.
     """
+    if len(optimizers) > 1:
+        made = torch.tensor([each._hvd_reducer.is_in_flight for each in optimizers], dtype=torch.int32, device="cpu")
+        on_a_rank = hvd.allreduce(made, op=hvd.Max, name="lightning.optimizers").tolist()
+        optimizers = [each for each, flag in zip(optimizers, on_a_rank, strict=True) if flag]
     for each in optimizers:
-        if len(optimizers) == 1 or each._hvd_reducer.is_in_flight:
-            each.synchronize()
+        each.synchronize()
 
 
-def averaged(
+def checked(
     closure: Callable[[], Any], optimizer: Any, optimizers: Sequence[Any], *, weight: float = 1.0
 ) -> Callable[[], Any]:
-    """Return the closure of a step, after which all ranks have the same gradients, and LBFGS the same loss."""
+    """Return the closure of a step, after which all ranks have the same gradients, and LBFGS the same loss.
+
+    The closure raises RuntimeError, on all ranks, for gradients that were made past the strategy's `backward`.
+    """
 
     @functools.wraps(closure)
     def evaluate() -> Any:
         loss = closure()
-        for each in optimizers:  # a plain loss.backward(), of which Lightning knows nothing
-            if each._hvd_reducer.is_in_flight:
-                _check_weight(weight)
-                each.synchronize()
+        if any(each._hvd_reducer.is_in_flight for each in optimizers):
+            raise RuntimeError(
+                "loss.backward() passes by Lightning: its gradients are not averaged before a clipping or a hook sees "
+                f"them. Call self.manual_backward(loss). Received on rank {hvd.rank()}"
+            )
         if isinstance(optimizer, torch.optim.LBFGS) and isinstance(loss, Tensor):  # else ranks search along other lines
             share = loss.detach() * weight if weight else torch.zeros_like(loss)
             return hvd.allreduce(share, name="lightning.closure")
         return loss
 
     return evaluate
-
-
-def _check_weight(weight: float) -> None:
-    """Raise RuntimeError, on all ranks, for a plain backward in a short batch, of which ranks hold unequal parts."""
-    if weight != 1.0:
-        raise RuntimeError(
-            "loss.backward() gives a short batch the weight of a whole one. Received: a batch of weight "
-            f"{weight:g} on rank {hvd.rank()}. Call self.manual_backward(loss), or give the DataLoader drop_last=True."
-        )
-
-
-@contextmanager
-def without_weight(module: nn.Module) -> Iterator[None]:
-    """Within it, backward makes gradients of zeros, even if the loss is not finite."""
-    # Not by a loss times 0: through SyncBatchNorm other ranks' gradients arrive in earlier layers.
-    hooks = [each.register_hook(torch.zeros_like) for each in module.parameters() if each.requires_grad]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

@@ -10,14 +10,15 @@ from torch import Tensor
 
 import hvdtrain
 import hvdtrain.torch as hvd
-from hvdtrain.distributed.world import World
+from hvdtrain.distributed.world import World, refuse_grid
 from hvdtrain.lightning.environment import HorovodEnvironment
 
 _OPS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
 
 def refuse_torchs_ranks() -> None:
-    """Raise RuntimeError if torch.distributed has ranks of its own."""
+    """Raise RuntimeError if torch.distributed has ranks of its own; HvdTrainError if a Grid divides the model."""
+    refuse_grid("hvdtrain.lightning", "Use hvdtrain.Trainer, or a custom loop")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RuntimeError(
             "torch.distributed is initialized, and Lightning and torchmetrics would synchronize over its ranks as well "
@@ -115,9 +116,9 @@ class OnRanks:
         return hvd.broadcast_object(obj, root_rank=src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a tensor reduced over ranks; what is no tensor is returned as it is.
+        """Return a tensor reduced over ranks, as which it is modified; what is no tensor is returned as it is.
 
-        Unlike Lightning's DDP, `tensor` is not modified, and the mean of integers is a float64 and not cut off.
+        The mean of integers is not cut off, as by Lightning's DDP: it is a float64, and `tensor` is not modified.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -125,7 +126,7 @@ class OnRanks:
         op = _operation(reduce_op)
         if op == hvd.Average and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.float64)
-        return hvd.allreduce(tensor.detach(), op=op)
+        return hvd.allreduce_(tensor.detach(), op=op)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return a tensor reduced over ranks: Fabric's name for `reduce`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 import hvdtrain.torch as hvd
 from hvdtrain.lightning import gradients
-from hvdtrain.lightning.metrics import ComputeTogether, EpochValues, connect_metrics
+from hvdtrain.lightning.host import _MockOptimizer, require
+from hvdtrain.lightning.metrics import ComputeTogether, EpochValues, connect_metrics, counting_nothing
 from hvdtrain.lightning.ranks import OnRanks
 from hvdtrain.lightning.shares import share_batches, share_of
 from hvdtrain.torch.ops import names
 from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.sync_batch_norm import convert_torchs
+from hvdtrain.torch.reduction.loss_weights import without_weight
 
 
 class HorovodStrategy(OnRanks, ParallelStrategy):
@@ -55,6 +57,7 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin, compression=compression, groups=groups)
         self._weight = 1.0  # of this rank's batch, in the mean over ranks
+        self._first_batch: int | None = None  # not 0 if a run resumes within an epoch, whose data then begin again
         self._is_local = False  # backward passes are added up on this rank
         self._norms: list[Any] = []  # layers that normalize over all ranks
         self._classes: dict[nn.Module, type[nn.Module]] = {}  # of layers that sync_batchnorm=True has converted
@@ -63,14 +66,27 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Prepare model and optimizers, and collect what is logged over all ranks."""
+        self._refuse_clocks(trainer)
+        self._first_batch = None
         epoch_loop = trainer.fit_loop.epoch_loop
         for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            require(loop, "_results")
             loop._results.__class__ = EpochValues
+        require(trainer.fit_loop, "_combined_loader")
+        require(self, "_layer_sync")
         if not any(isinstance(each, ComputeTogether) for each in trainer.callbacks):
             trainer.callbacks.insert(0, ComputeTogether())
         # Lightning says that samples are repeated, which `Share` does not do.
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         super().setup(trainer)
+
+    def _refuse_clocks(self, trainer: Any) -> None:
+        """Raise ValueError where ranks would decide by their own clocks."""
+        if self._world.size > 1 and getattr(trainer, "_val_check_time_interval", None) is not None:
+            raise ValueError(
+                "val_check_interval as a time lets ranks validate at different batches, and they wait. Give a "
+                f"number of batches, or a part of an epoch. Received on rank {self._world.rank}"
+            )
 
     def model_to_device(self) -> None:
         """Move the model to this rank's device."""
@@ -102,8 +118,18 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
             made[id(each)] = gradients.distribute(each, named, self._distributed, self._options)
             self._distributed.append(made[id(each)])
         self.optimizers = [made.get(id(each), each) for each in self.optimizers]
+        self._refuse_own_steps()
         for config in self.lr_scheduler_configs:  # LearningRateMonitor finds a schedule's optimizer among these
             config.scheduler.optimizer = made.get(id(config.scheduler.optimizer), config.scheduler.optimizer)
+
+    def _refuse_own_steps(self) -> None:
+        """Raise ValueError for a schedule that reads values of single steps, which differ between ranks."""
+        for config in self.lr_scheduler_configs:
+            if self._world.size > 1 and config.reduce_on_plateau and config.interval == "step":
+                raise ValueError(
+                    f"ReduceLROnPlateau in each step would read this rank's {config.monitor!r}, and ranks would train "
+                    f"at different rates. Received: interval='step' on rank {self._world.rank}. Use interval='epoch'."
+                )
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimizers' states; all ranks then have rank 0's."""
@@ -122,17 +148,25 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         trainer = self.lightning_module.trainer
         loaders = trainer.fit_loop._combined_loader.flattened
         shares = [share for share in map(share_of, loaders) if share is not None]
-        if len(loaders) > 1 and not all(share.is_even for share in shares):
+        reads_itself = "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters
+        if (len(loaders) > 1 or reads_itself) and not all(share.is_even for share in shares):
             raise ValueError(
-                f"Of several training DataLoaders, the last batches are short by different numbers. Received: "
-                f"{len(loaders)} DataLoaders whose samples {self._world.size} ranks cannot share evenly, on rank "
-                f"{self._world.rank}. Give each drop_last=True."
+                "With several training DataLoaders, or where training_step takes dataloader_iter, nothing says which "
+                f"batch a loss is of, and so how much it counts. Received: {len(loaders)} DataLoader(s) whose samples "
+                f"{self._world.size} ranks cannot share evenly, on rank {self._world.rank}. Give each drop_last=True."
             )
-        weights = [share.next_weight() for share in shares]
-        self._weight = weights[0] if len(loaders) == 1 and weights else 1.0
-        trainer.fit_loop.epoch_loop._results.is_filler = self._weight == 0
+        if batch_idx == 0 or self._first_batch is None:
+            self._first_batch = batch_idx
+        is_single = len(loaders) == len(shares) == 1
+        self._weight = shares[0].weight(batch_idx - self._first_batch) if is_single else 1.0
+        trainer.fit_loop.epoch_loop._results.weight = self._weight
         for each in self._norms:  # the loss is multiplied before backward, so their gradients have the weight already
             each.batch_weight = float(self._weight != 0)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the user's step; metrics do not count a batch that only repeats another rank's sample."""
+        with counting_nothing(self.lightning_module) if self._weight == 0 else nullcontext():
+            return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute gradients, and average them over ranks before a hook or a clipping sees them."""
@@ -141,7 +175,7 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
         loss: Tensor = closure_loss if self._weight in (0.0, 1.0) else closure_loss * self._weight
         self.pre_backward(loss)
         loss = precision.pre_backward(loss, module)
-        with nullcontext() if counts else gradients.without_weight(module):
+        with nullcontext() if counts else without_weight(module):
             precision.backward(loss, module, optimizer, *args, **kwargs)
         if not self._is_local:
             gradients.average(self._distributed)
@@ -151,7 +185,7 @@ class HorovodStrategy(OnRanks, ParallelStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take a step; all ranks have the same gradients."""
-        closure = gradients.averaged(closure, optimizer, self._distributed, weight=self._weight)
+        closure = gradients.checked(closure, optimizer, self._distributed, weight=self._weight)
         with gradients.averaged_already(self._distributed):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 

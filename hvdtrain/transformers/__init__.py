@@ -10,12 +10,15 @@ for _name in ("transformers", "accelerate"):
     if importlib.util.find_spec(_name) is None:
         raise PackageMissingError(f"{_name} is not installed. Run: pip install transformers accelerate")
 
+from hvdtrain.transformers import host  # noqa: E402
 from hvdtrain.transformers.arguments import (  # noqa: E402
     ArgumentsOnRanks,
     Seq2SeqTrainingArguments,
     TrainingArguments,
 )
 from hvdtrain.transformers.trainer import Seq2SeqTrainer, Trainer, TrainerOnRanks  # noqa: E402
+
+host.check()
 
 __all__ = [
     "ArgumentsOnRanks",

@@ -124,19 +124,22 @@ class HorovodAccelerator(Accelerator):
         """Return all ranks' tensors, in the order of the samples while an evaluation reads batches."""
         if self.rows is None:
             return super().gather(tensor)
-        return recursively_apply(self._gather_rows, tensor, error_on_other_type=True)
+        return recursively_apply(self._gather_rows, tensor, self.rows, error_on_other_type=True)
 
-    def _gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _gather_rows(self, tensor: torch.Tensor, count: int | None) -> torch.Tensor:
         rows = tensor[None] if tensor.ndim == 0 else tensor
-        return hvd.allgather(rows[: self.rows].contiguous())
+        return hvd.allgather(rows[:count].contiguous())
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return all ranks' samples, each once."""
-        if self.rows is None:
-            return super().gather_for_metrics(input_data, use_gather_object)
-        if use_gather_object:
-            return gather_object(input_data[: self.rows])
-        return self.gather(input_data)
+        rows = self.rows
+        if rows is None:  # in a loop of the user's own, which takes what one process would cut off
+            if batches.find(self.gradient_state.active_dataloader) is None:
+                return super().gather_for_metrics(input_data, use_gather_object)
+            rows = 0 if self.is_at_filler else None
+        if use_gather_object and isinstance(input_data, list):  # of one object for each sample
+            return gather_object(input_data[:rows])
+        return recursively_apply(self._gather_rows, input_data, rows, error_on_other_type=True)
 
 
 class _CountedRows:

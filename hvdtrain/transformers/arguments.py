@@ -35,7 +35,7 @@ def join() -> World:
                 "hvdtrain.transformers does not train in elastic jobs: transformers cannot change its number of ranks. "
                 "Start the job with a fixed -np, or use hvdtrain.Trainer."
             )
-        refuse_grid("hvdtrain.transformers", "Train it in a custom loop")
+        refuse_grid("hvdtrain.transformers", "Use hvdtrain.Trainer, or a custom loop")
         if not (dist.is_initialized() and dist.get_backend() == groups.BACKEND):
             groups.start()  # for what transformers and accelerate gather; gradients go by hvd.DistributedOptimizer
         _describe(world)
@@ -105,12 +105,20 @@ def check(args: Any, world: World) -> None:
             f"Received: {type(args).__name__} on rank {world.rank}"
         )
     for what, why in _refused(args, world):
-        raise ValueError(
-            f"On several ranks, hvdtrain.transformers takes no {what}: {why} Received on rank {world.rank}."
-        )
+        raise _no(what, why, world)
     unused = [name for name in _DDP if getattr(args, name, None) is not None]
     if unused and world.is_root:
         log.info("%s: not used. Horovod sends the gradients, and DistributedDataParallel is not there.", unused)
+
+
+def check_accelerator(accelerator: Any, world: World) -> None:
+    """Raise ValueError for an Accelerator that brings ranks of its own, by environment variables of accelerate's."""
+    if world.size > 1 and accelerator.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise _no(f"{accelerator.distributed_type}", "Unset the variables that begin with ACCELERATE_.", world)
+
+
+def _no(what: str, why: str, world: World) -> ValueError:
+    return ValueError(f"On several ranks, hvdtrain.transformers takes no {what}: {why} Received on rank {world.rank}.")
 
 
 _DDP = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "ddp_static_graph")
@@ -137,5 +145,7 @@ def _refused(args: Any, world: World) -> Iterator[tuple[str, str]]:
         yield "enable_jit_checkpoint", "ranks get the signal at different steps. Use save_steps."
     if "lomo" in str(args.optim).lower():
         yield "optim of LOMO", "it steps during backward, before gradients are averaged. Use another optimizer."
+    if args.batch_eval_metrics and "inputs" in args.include_for_metrics:
+        yield 'include_for_metrics="inputs" with batch_eval_metrics', "transformers gathers no inputs. Leave one out."
     if args.use_cpu and world.device != "cpu":
         yield "use_cpu=True beside a GPU", 'init has chosen the GPU. Set CUDA_VISIBLE_DEVICES="" instead.'

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from accelerate.utils import find_batch_size
-from transformers import trainer as host
 from transformers.trainer_utils import get_last_checkpoint
 
 import hvdtrain.torch as hvd
@@ -20,15 +19,14 @@ from hvdtrain.distributed.world import init
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.ops import names
 from hvdtrain.torch.ops.average_buffers import average_buffers
-from hvdtrain.transformers import arguments, batches, losses
+from hvdtrain.torch.reduction.loss_weights import without_weight
+from hvdtrain.transformers import arguments, batches, host, losses
 from hvdtrain.transformers.accelerator import HorovodAccelerator, unwrapped
 from hvdtrain.transformers.buckets import KeepBuckets
 
 _NOT_YET = 2**31  # backward passes after which gradients would be sent: never
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _STOPS = _FLAGS[:2]
-# What TrainerOnRanks overrides and no documentation promises: a version without them would train other numbers.
-_OVERRIDDEN = ("_get_num_items_in_batch", "_maybe_log_save_evaluate", "_finalize_training", "_save_checkpoint")
 
 
 class TrainerOnRanks:
@@ -52,9 +50,10 @@ class TrainerOnRanks:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.world = init("torch")
-        self._loss_kind: losses.Kind | None = None
-        self._weights: deque[tuple[float, bool]] = deque()  # of batches to come: that of a mean; True for a filler
-        self._is_filler = self._is_weighted = False  # of the last batch
+        self._loss_kinds: dict[bool, losses.Kind | None] = {}  # by whether the loss gets num_items_in_batch
+        self._weights: deque[_Weights] = deque()  # of batches to come
+        self._of_batch = _Weights(1.0, 1.0, 1.0, False)  # of the last batch
+        self._is_weighted = False
         super().__init__(*args, **kwargs)
         if self.world.size > 1:
             self.add_callback(KeepBuckets(self))  # type: ignore[attr-defined]
@@ -64,15 +63,12 @@ class TrainerOnRanks:
     def create_accelerator_and_postprocess(self) -> None:
         """Let transformers make a HorovodAccelerator."""
         arguments.check(self.args, self.world)
-        with _replaced(host, "Accelerator", HorovodAccelerator):
+        with _replaced(transformers.trainer, "Accelerator", HorovodAccelerator):
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        missing = [name for name in _OVERRIDDEN if not hasattr(transformers.Trainer, name)]
-        if missing or not isinstance(self.accelerator, HorovodAccelerator):
-            raise HvdTrainError(
-                "This version of transformers is built in another way than those on which hvdtrain.transformers was "
-                f"tested. Received: transformers {transformers.__version__}, without {missing or 'its Accelerator'}. "
-                "Run: pip install transformers==5.23.0 accelerate==1.15.0"
-            )
+        if not isinstance(self.accelerator, HorovodAccelerator):
+            raise host.different("whose Trainer makes an Accelerator elsewhere")
+        host.require(self.accelerator, "_models", "_dataloaders", "gradient_state")
+        arguments.check_accelerator(self.accelerator, self.world)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse on several ranks, which would search each on its own."""
@@ -109,24 +105,36 @@ class TrainerOnRanks:
         """Return the number of labels of all ranks, as transformers counts them; note what each batch weighs."""
         if self.world.size == 1:
             return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        found = [self._count(batch, device) for batch in batch_samples]
-        counts, fillers = [count for count, _ in found], [False] * len(found)
-        if found and self.accelerator.is_at_filler:
+        has_labels, counts = True, np.zeros((len(batch_samples), 3))
+        for number, batch in enumerate(batch_samples):
+            has_labels &= self._labels(batch, device) is not None
+            counts[number] = self._counts(batch)
+        fillers = [False] * len(counts)
+        if fillers and self.accelerator.is_at_filler:
             counts[-1], fillers[-1] = 0.0, True
-        gathered = self.world.allgather(np.array([counts], np.float64), name="transformers.counts")
-        self._weights = deque(zip(losses.weights_of(gathered, self.world.rank), fillers, strict=True))
+        gathered = self.world.allgather(counts.T[None], name="transformers.counts")  # shape (ranks, 3, batches)
+        weights = [losses.weights_of(gathered[:, i], self.world.rank) for i in range(3)]
+        self._weights = deque(map(_Weights, *weights, fillers))
         takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        if not (found and takes_count and all(is_labels for _, is_labels in found)):
+        if not (fillers and has_labels and takes_count):
             return None
-        return torch.tensor(gathered.sum(), dtype=torch.float32, device=device)
+        return torch.tensor(gathered[:, 0].sum(), dtype=torch.int64, device=device)
 
-    def _count(self, batch: Any, device: torch.device) -> tuple[float, bool]:
-        """Return (number of labels in a batch as transformers counts them, True), or (number of samples, False)."""
+    def _labels(self, batch: Any, device: torch.device) -> float | None:
+        """Return the number of labels in a batch as transformers counts them; None if it has none."""
         # This rank's, and also where the loss does not take the count.
         here, counting = (self.args, "average_tokens_across_devices", False), (self, "model_accepts_loss_kwargs", True)
         with _replaced(*here), _replaced(*counting):
             labels = super()._get_num_items_in_batch([batch], device)  # type: ignore[misc]
-        return (float(find_batch_size(batch) or 1), False) if labels is None else (float(labels), True)
+        return None if labels is None else float(labels)
+
+    def _counts(self, batch: Any) -> losses.Counts:
+        samples, device = float(find_batch_size(batch) or 1), self.args.device
+        if (labels := self._labels(batch, device)) is None:
+            return samples, samples, samples
+        of_tokens = isinstance(batch["labels"], torch.Tensor) and batch["labels"].ndim > 1
+        shifted = self._labels({**batch, "shift_labels": batch["labels"][..., 1:]}, device) if of_tokens else labels
+        return labels, samples, shifted or 0.0
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute gradients of one batch; with the last batch of a step, average them over ranks."""
@@ -135,46 +143,63 @@ class TrainerOnRanks:
         optimizer = unwrapped(self.optimizer)
         is_last = self.accelerator.sync_gradients
         optimizer.set_backward_passes_per_step(1 if is_last else _NOT_YET)
+        self._begin(inputs)
         with self._loss_of_all_ranks():
             loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if not self._is_weighted:
+            raise HvdTrainError(
+                "training_step must compute its loss by self.compute_loss, which weighs it by what each rank has. "
+                f"Received: a {type(self).__name__} that does not, on rank {self.world.rank}"
+            )
         if is_last:
             optimizer.synchronize()
         return loss
+
+    def _begin(self, inputs: Any) -> None:
+        """Find what the batch counts, whoever computes its loss, and how often."""
+        if not self._weights:
+            self._get_num_items_in_batch([inputs], self.args.device)
+        self._of_batch, self._is_weighted = self._weights.popleft(), False
 
     @contextmanager
     def _loss_of_all_ranks(self) -> Iterator[None]:
         """Within it, `compute_loss` returns this rank's share: its mean over ranks is one process's loss."""
         compute = self.compute_loss
+        backward = ExitStack()
 
         def weighted(model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             items = kwargs.get("num_items_in_batch")
             with self.accelerator.alone():
-                kind: losses.Kind | None = "mean"
-                if items is not None:
-                    kind = self._loss_kind or losses.kind_of(compute, model, inputs, items, self.world)
-                    self._loss_kind = kind
+                kind = self._loss_kinds.get(items is not None)
+                if kind is None:
+                    kind = losses.kind_of(compute, model, inputs, items, self.world, self._counts)
+                    self._loss_kinds[items is not None] = kind
                 found = compute(model, inputs, return_outputs=return_outputs, **kwargs)
             loss = found[0] if return_outputs else found
-            loss = loss * self._weight(kind)
+            weight = self._weight(kind)
+            if not weight and torch.is_grad_enabled():
+                backward.enter_context(without_weight(self.model))
+            loss = _weighed(loss, weight)
             return (loss, *found[1:]) if return_outputs else loss
 
         self.compute_loss = weighted
         try:
-            yield
+            with backward:
+                yield
         finally:
             del self.compute_loss
 
     def _weight(self, kind: losses.Kind | None) -> float:
-        self._is_weighted = True
-        weight, self._is_filler = self._weights.popleft()
-        if self._is_filler:
+        self._is_weighted, found = True, self._of_batch
+        if found.is_filler:
             return 0.0
-        return float(self.world.size) if kind == "sum" else weight
+        return float(self.world.size) if kind == "sum" else getattr(found, kind or "labels")
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count no token of a batch that stands for none."""
-        counted = {name: each[:0] for name, each in inputs.items()} if self._is_filler else inputs
-        super()._track_num_input_tokens(counted)  # type: ignore[misc]
+        if self._of_batch.is_filler:
+            inputs = {k: each[:0] for k, each in inputs.items() if isinstance(each, torch.Tensor) and each.ndim}
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log, evaluate and save on all ranks if a callback on one asks for it; stop likewise."""
@@ -224,16 +249,30 @@ class TrainerOnRanks:
         """Return the loss of all ranks' batches, and this rank's predictions and labels."""
         if self.world.size == 1:
             return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        of_training, self._weights, self._is_weighted = self._weights, deque(), False
+        of_training, self._weights = self._weights, deque()
+        self._begin(inputs)
         with self._loss_of_all_ranks():
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:
             if not self._is_weighted:  # by compute_loss, which Seq2SeqTrainer does not call
-                self._get_num_items_in_batch([inputs], self.args.device)
-                loss = loss * self._weight("mean")
+                loss = _weighed(loss, self._weight("labels"))
             loss = hvd.allreduce(loss.reshape(1), name="transformers.evaluation")[0]
         self._weights = of_training
         return (loss, *rest)
+
+
+class _Weights(NamedTuple):
+    """What a rank's mean over a batch counts in the mean over ranks."""
+
+    labels: float  # if it is a mean over labels
+    samples: float  # if it is a mean over samples
+    shifted: float  # if it is a mean over labels but the first of each sample
+    is_filler: bool  # True if the batch only repeats another rank's sample
+
+
+def _weighed(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return a loss times its weight; 0, even if the loss is not finite, such as the mean of no label."""
+    return loss * weight if weight else torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0.0
 
 
 @contextmanager

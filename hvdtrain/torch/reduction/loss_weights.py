@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from hvdtrain.data.sources import Batch
 from hvdtrain.distributed.data_ranks import DataRanks
@@ -72,6 +74,18 @@ def _class_weights(loss: Any) -> NDArray[np.float64]:
         values = weight.detach().cpu().double().numpy().copy()
         _read[loss] = (weight, version, values)
     return values
+
+
+@contextmanager
+def without_weight(module: nn.Module) -> Iterator[None]:
+    """Within it, backward makes gradients of zeros, even if the loss is not finite."""
+    # Not by a loss times 0: through SyncBatchNorm other ranks' gradients arrive in earlier layers.
+    hooks = [each.register_hook(torch.zeros_like) for each in module.parameters() if each.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class LossWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -9,11 +10,13 @@ import sys
 import pytest
 import torch
 import transformers
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, IterableDataset
 from transformers_kit import alone, assert_equal, assert_same_logs, bert, for_language, gpt2, padded, texts, trainer
 
 import hvdtrain.transformers
 from hvdtrain.errors import DesyncError, HvdTrainError, OtherRankError
+from hvdtrain.transformers.arguments import check_accelerator
 
 pytestmark = pytest.mark.world_size(2, 3)
 
@@ -216,6 +219,76 @@ class Stream(IterableDataset):
 def test_arguments_that_ranks_cannot_keep_are_refused(world, options, words, shared_tmp_path):
     with pytest.raises(ValueError, match=words):
         trainer(bert(), shared_tmp_path, **options)
+
+
+@pytest.mark.world_size(2)
+def test_what_brings_ranks_of_its_own_is_refused(world, shared_tmp_path):
+    def changed(**values):
+        def change(args):
+            vars(args).update(values)
+            return args
+
+        return change
+
+    cases = {
+        "deepspeed, fsdp": changed(deepspeed={"zero_optimization": {"stage": 2}}),
+        "fsdp or parallelism_config": changed(fsdp="full_shard"),
+        "dataloader_in_order=False": changed(dataloader_in_order=False),
+        "enable_jit_checkpoint": changed(enable_jit_checkpoint=True),
+        'include_for_metrics="inputs"': changed(batch_eval_metrics=True, include_for_metrics=["inputs"]),
+    }
+    made = trainer(bert(), shared_tmp_path)
+    for words, change in cases.items():
+        args = change(copy.copy(made.args))
+        with pytest.raises(ValueError, match=f"takes no .*{words}"):
+            hvdtrain.transformers.Trainer(model=bert(), args=args, data_collator=made.data_collator)
+    with pytest.raises(ValueError, match="there is no hyperparameter_search"):
+        made.hyperparameter_search(lambda trial: {})
+    made.accelerator.state.distributed_type = DistributedType.FSDP
+    with pytest.raises(ValueError, match="Unset the variables that begin with ACCELERATE_"):
+        check_accelerator(made.accelerator, world)
+
+
+@pytest.mark.world_size(2)
+def test_a_training_step_that_computes_its_loss_elsewhere_is_refused(world, shared_tmp_path):
+    class Elsewhere(transformers.Trainer):
+        def training_step(self, model, inputs, *args):
+            loss = model(**self._prepare_inputs(inputs)).loss
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    class Mine(hvdtrain.transformers.TrainerOnRanks, Elsewhere):
+        pass
+
+    with pytest.raises(HvdTrainError, match=r"training_step must compute its loss by self\.compute_loss"):
+        trainer(bert(), shared_tmp_path, cls=Mine).train()
+
+
+@pytest.mark.world_size(2)
+def test_another_version_of_transformers_is_refused_with_what_it_lacks(world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(transformers.Trainer, "_track_num_input_tokens")
+        with pytest.raises(HvdTrainError, match=r"without Trainer\._track_num_input_tokens"):
+            hvdtrain.transformers.host.check()
+
+
+@pytest.mark.world_size(2)
+def test_trainings_one_after_the_other_average_once(world, shared_tmp_path):
+    def collate(samples):  # with what is no tensor, where a rank's last batch stands for none
+        return {**for_language(samples), "use_cache": False}
+
+    mine, other = gpt2(world.rank).double(), gpt2().double()
+    options = {"samples": 20, "collate": collate, "num_train_epochs": 1}
+    for passes in (1, 2):  # two Trainers of one model
+        ours = trainer(mine, shared_tmp_path, gradient_accumulation_steps=passes, **options)
+        ours.train()
+    ours.train()
+    ours.end()
+    for passes in (1, 2):
+        theirs = alone(other, shared_tmp_path / "alone", world.size, gradient_accumulation_steps=passes, **options)
+        theirs.train()
+    theirs.train()
+    assert_equal(mine, other)
 
 
 def test_arguments_without_ranks_are_refused(world, shared_tmp_path):

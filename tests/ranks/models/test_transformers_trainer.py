@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers_kit import alone, assert_equal, assert_same_logs, bert, gpt2, padded, trainer
+from transformers_kit import (
+    CLASSES,
+    IGNORED,
+    alone,
+    assert_equal,
+    assert_same_logs,
+    bert,
+    for_language,
+    for_tags,
+    gpt2,
+    padded,
+    tagger,
+    trainer,
+)
 
 import hvdtrain.transformers
 from hvdtrain.distributed.world import SoloWorld, use
@@ -86,6 +99,44 @@ def test_a_loss_of_the_users_own_counts_as_in_one_process(world, divides, shared
     assert_equal(ours.model, theirs.model)
 
 
+def test_a_mean_over_samples_counts_samples_and_not_labels(world, shared_tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        each = torch.nn.functional.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none")
+        return (each.sum(1) / (labels != IGNORED).sum(1)).mean()
+
+    def collate(samples):  # texts of uneven lengths: a label for each token
+        batch = for_language(samples)
+        return {**batch, "labels": batch["labels"].where(batch["labels"] == IGNORED, batch["labels"] % CLASSES)}
+
+    for passes in (1, 2):
+        ours, theirs, *_ = both(
+            world, tagger, shared_tmp_path, collate=collate, compute_loss_func=loss, eval_strategy="epoch",
+            gradient_accumulation_steps=passes,
+        )  # fmt: skip
+        assert_equal(ours.model, theirs.model)
+        assert_same_logs(ours.state.log_history, theirs.state.log_history)
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_whose_batch_has_no_label_does_not_count(world, shared_tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):  # of no label it is not a number
+        return torch.nn.functional.cross_entropy(outputs.logits.transpose(1, 2), labels)
+
+    def cls(base):
+        def in_order(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        return type("InOrder", (base,), {"_get_train_sampler": in_order})
+
+    options = {"collate": for_tags, "samples": 24, "compute_loss_func": loss, "eval_strategy": "epoch"}
+    ours = trainer(tagger(world.rank).double(), shared_tmp_path, cls=cls(hvdtrain.transformers.Trainer), **options)
+    ours.train()
+    theirs = alone(tagger().double(), shared_tmp_path / "alone", world.size, cls=cls(transformers.Trainer), **options)
+    theirs.train()
+    assert_equal(ours.model, theirs.model)
+    assert_same_logs(ours.state.log_history, theirs.state.log_history)
+
+
 def test_compute_loss_func_counts_as_in_one_process(world, shared_tmp_path):
     def loss(outputs, labels, num_items_in_batch=None):
         return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
@@ -111,6 +162,52 @@ def test_metrics_see_each_sample_once_and_predictions_are_in_order(world, shared
     np.testing.assert_array_equal(predicted.predictions, seen[0].predictions)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-9)
     assert found["eval_accuracy"] == expected["eval_accuracy"]
+
+
+@pytest.mark.world_size(2)
+def test_evaluation_with_other_options_equals_one_process(world, shared_tmp_path):
+    def metrics(found):
+        inputs, losses = (
+            0 if each is None else float(np.asarray(each).clip(0).sum()) for each in (found.inputs, found.losses)
+        )
+        return {"samples": len(found.predictions), "inputs": inputs, "losses": losses}
+
+    model = bert(world.rank).double()
+    for options in (
+        {"eval_use_gather_object": True},
+        {"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 1},
+    ):
+        ours = trainer(model, shared_tmp_path, compute_metrics=metrics, **options).evaluate()
+        theirs = alone(model, shared_tmp_path / "alone", world.size, compute_metrics=metrics, **options).evaluate()
+        for name in ("loss", "samples", "inputs", "losses"):
+            assert ours[f"eval_{name}"] == pytest.approx(theirs[f"eval_{name}"], abs=1e-9)
+
+
+@pytest.mark.world_size(2)
+def test_an_evaluation_without_the_count_takes_the_loss_for_a_mean(world, shared_tmp_path):
+    def prediction_step(self, model, inputs, *args, **kwargs):  # as in older versions of transformers
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+        return loss.detach(), outputs.logits, inputs["labels"]
+
+    class Older(transformers.Trainer):
+        pass
+
+    class Mine(hvdtrain.transformers.TrainerOnRanks, Older):
+        pass
+
+    Older.prediction_step = prediction_step
+    ours = trainer(gpt2(world.rank).double(), shared_tmp_path, cls=Mine, eval_strategy="epoch")
+    ours.train()  # with the count, the same loss is a sum
+    theirs = alone(gpt2().double(), shared_tmp_path / "alone", world.size, cls=Older, eval_strategy="epoch")
+    theirs.train()
+    assert_same_logs(ours.state.log_history, theirs.state.log_history)
+
+
+def test_a_loop_of_the_users_own_gathers_each_sample_once(world, shared_tmp_path):
+    ours = trainer(bert(), shared_tmp_path, per_device_eval_batch_size=1, validation=world.size + 1)
+    numbers = [ours.accelerator.gather_for_metrics(batch["labels"]) for batch in ours.get_eval_dataloader()]
+    assert torch.cat(numbers).tolist() == [each["label"] for each in ours.eval_dataset]
 
 
 @pytest.mark.parametrize("options", [{"batch_eval_metrics": True}, {"eval_do_concat_batches": False}], ids=str)

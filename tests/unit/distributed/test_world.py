@@ -258,6 +258,9 @@ def test_collectives_of_one_rank_return_what_they_were_given():
     alone.barrier()
     with pytest.raises(ValueError, match="root=1"):
         alone.broadcast(array, root=1)
+    for dtype in ("bool", "uint8", "int16", "uint64"):  # as on several ranks, where Horovod has no sum of these
+        with pytest.raises(ValueError, match=f"Received: {dtype} on rank 0. Convert it"):
+            alone.allreduce(np.ones(2, dtype))
 
 
 def test_jax_is_known_by_its_name_though_horovod_imports_torch(monkeypatch):

@@ -28,8 +28,8 @@ def test_ranks_together_train_the_batches_of_one_process(samples, size, batch, d
     alone = list(BatchSampler(SequentialSampler(range(samples)), size * batch, drop_last=drop_last))
     assert [len(batches) for batches in of_ranks] == [len(alone)] * size
     assert [len(each) for each in found] == [sum(map(len, batches)) for batches in of_ranks]
-    for whole, *parts in zip(alone, *of_ranks, strict=True):
-        weights = [each.next_weight() for each in found]
+    for place, (whole, *parts) in enumerate(zip(alone, *of_ranks, strict=True)):
+        weights = [each.weight(place) for each in found]
         counted = [index for part, weight in zip(parts, weights, strict=True) if weight for index in part]
         assert sorted(counted) == whole
         # The mean over ranks of weighted means is the mean over samples.
@@ -41,7 +41,9 @@ def test_ranks_together_train_the_batches_of_one_process(samples, size, batch, d
 def test_evaluation_takes_each_sample_once(samples, size, batch):
     found = shares(samples, size, batch, repeats=False)
     assert sorted(index for each in found for index in each) == list(range(samples))
-    assert [len(each) for each in found] == [len(list(each)) for each in found]
+    # A rank that has none of the last batch counts it as well, so that half of all batches is the same on all ranks.
+    alone = BatchSampler(SequentialSampler(range(samples)), size * batch, drop_last=False)
+    assert [len(BatchSampler(each, batch, drop_last=False)) for each in found] == [len(alone)] * size
 
 
 @pytest.mark.parametrize("samples", [8, 10, 11])
@@ -50,15 +52,17 @@ def test_ranks_hold_even_shares_of_a_last_batch_that_they_can_divide(samples):
     assert all(each.is_even for each in shares(samples, 2, 4, drop_last=True))
 
 
-def test_weights_begin_again_with_each_epoch():
+def test_a_weight_does_not_depend_on_who_reads_the_data():
     (_, second) = shares(5, 2, 2)
-    for _ in range(2):
-        list(second)
-        assert [second.next_weight() for _ in range(2)] == [1.0, 0.0]
+    next(iter(second))
+    assert [second.weight(place) for place in range(2)] == [1.0, 0.0]
 
 
 def test_a_loader_that_lightning_has_not_divided_stays_as_it_is():
-    world, data = SimpleNamespace(rank=0, size=2), list(range(9))
+    class Batches(BatchSampler):
+        """Another class, which may make other batches."""
+
+    world, data = SimpleNamespace(rank=0, size=2, is_root=True), list(range(9))
     one_of_two = {"num_replicas": 2, "rank": 0}
     left_alone = [
         DataLoader(data, batch_size=4),
@@ -69,5 +73,8 @@ def test_a_loader_that_lightning_has_not_divided_stays_as_it_is():
         data,
     ]
     assert [share_of(share_batches(each, world, repeats=True)) for each in left_alone] == [None] * len(left_alone)
+    others = DataLoader(data, batch_sampler=Batches(DistributedSampler(data, shuffle=False, **one_of_two), 4, False))
+    assert [each.tolist() for each in share_batches(others, world, repeats=False)] == [[0, 2, 4, 6], [8]]
+    assert share_of(others) is None  # nobody knows which batches of ranks one process would have in one
     divided = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False, **one_of_two))
     assert [each.tolist() for each in share_batches(divided, world, repeats=True)] == [[0, 2, 4, 6], [8]]

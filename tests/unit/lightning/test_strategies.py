@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import lightning
 import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hvdtrain.lightning import HorovodFabricStrategy, HorovodStrategy
+import hvdtrain
+from hvdtrain.errors import HvdTrainError
+from hvdtrain.lightning import HorovodFabricStrategy, HorovodStrategy, host
 
 pytestmark = [
     pytest.mark.usefixtures("alone"),
@@ -79,6 +82,44 @@ def test_torch_distributed_is_refused(tmp_path):
             trainer.fit(Model(), DataLoader(data(), batch_size=4))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_grid_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setattr(hvdtrain.init("torch"), "grid", {"stages": 2})
+    with pytest.raises(HvdTrainError, match=r"a Grid divides it\. Use hvdtrain\.Trainer, or a custom loop"):
+        HorovodStrategy()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (ParallelStrategy, "_configure_launcher"),
+        (host._ResultCollection, "update_metrics"),
+        (host.fabric, "_InfiniteBarrier"),
+    ],
+    ids=str,
+)
+def test_a_version_of_lightning_that_is_built_in_another_way_is_refused(monkeypatch, owner, name):
+    for each in getattr(owner, "__mro__", [owner]):
+        if name in vars(each):
+            monkeypatch.delattr(each, name)
+    with pytest.raises(HvdTrainError, match=f"Received: lightning .*, without .*{name}. Run: pip install"):
+        host.check()
+
+
+def test_a_trainer_without_what_the_strategy_reads_is_refused():
+    trainer = trainer_of("horovod")
+    del trainer.fit_loop._combined_loader
+    with pytest.raises(HvdTrainError, match=r"without _FitLoop\._combined_loader"):
+        trainer.strategy.setup(trainer)
+
+
+def test_the_tested_version_is_the_one_that_is_installed_for_tests(caplog):
+    assert lightning.__version__.startswith(f"{host.TESTED}.")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lightning, "__version__", "3.0")
+        host.check()
+    assert "Compare a short run with one process" in caplog.text
 
 
 def test_a_parameter_in_two_optimizers_is_refused():
