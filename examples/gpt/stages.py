@@ -1,4 +1,4 @@
-"""A small GPT whose layers are divided over ranks: into stages of a pipeline, or into shards. One process trains it too.
+"""A small GPT that several ranks hold together: in stages of a pipeline, or in shards. One process trains it too.
 
     python stages.py                                   # one process
     horovodrun -np 2 python stages.py --stages 2       # one replica: half of the layers on each rank

@@ -274,9 +274,7 @@ class Group(_ProcessGroup):
 
         Horovod remembers by name what ranks have agreed on, so names are used again.
         """
-        alike = ".".join(
-            map(str, ["grid", kind, "-".join(map(str, self._ranks)), *([] if numbers is None else [numbers])])
-        )
+        alike = f"grid.{kind}.{'-'.join(map(str, self._ranks))}" + ("" if numbers is None else f".{numbers}")
         name = f"{alike}.{next(self._counts[alike]) % _NAMES}"
         earlier = self._last[name]() if name in self._last else None
         if earlier is not None:

@@ -1,0 +1,197 @@
+"""Memory and time of a step of a model that two ranks share, beside torch's own: python -m benchmarks.parts.
+
+A transformer of 100M parameters, Adam, 8 samples a step. One process has the whole model; torch's pipelining and
+FSDP2 run over Gloo; a Grid runs the same over Horovod, with the Trainer. Each training is two jobs, in turns: one for
+the time, and one for the memory, in which the allocator returns what is freed (MALLOC_MMAP_THRESHOLD_). A rank's memory
+is its largest resident size in the steps, less the size before the model was made. Of a pipeline the
+table has the share of a step in which a stage waits, 1 - T1 / (S T), where T1 is one process's time, and what
+(S - 1) / (M + S - 1) predicts for M micro-batches: the rest is what messages and unequal stages cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory import reset_peak, resident
+
+STEPS, SKIPPED = 8, 3
+WIDTH, LAYERS, LENGTH, BATCH = 768, 14, 16, 8
+MICRO_BATCHES = (2, 4, 8)
+PIPELINES = [f"{kind}, M={count}" for count in MICRO_BATCHES for kind in ("torch pipelining", "Grid(stages=2)")]
+KINDS = ["one process", "FSDP2", "Grid(shard=2)", *PIPELINES]
+_FACTS = "facts of a rank: "
+
+
+def make_model() -> Any:
+    """Return the model's layers, in a Sequential."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    heads, inner = WIDTH // 64, 4 * WIDTH
+    make = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+    blocks = [nn.TransformerEncoderLayer(WIDTH, heads, inner, **make) for _ in range(LAYERS)]
+    return nn.Sequential(nn.Linear(64, WIDTH), *blocks, nn.Linear(WIDTH, 64))
+
+
+def data() -> tuple[Any, Any]:
+    """Return inputs and targets of all steps."""
+    import torch
+
+    shape = (BATCH * STEPS, LENGTH, 64)
+    return torch.randn(shape), torch.randn(shape)
+
+
+def train_ours(kind: str) -> list[float]:
+    """Train with the Trainer; return the times at which steps ended."""
+    import torch
+
+    import hvdtrain
+    import hvdtrain.torch
+    from hvdtrain.callbacks import Callback
+
+    class Clock(Callback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            self.ends.append(time.perf_counter())
+
+    model, ranks = make_model(), 1
+    if "stages" in kind:
+        model = hvdtrain.torch.Grid(stages=2).pipeline(model, micro_batches=_count(kind))
+    elif "shard" in kind:
+        model, ranks = _shard(model, hvdtrain.torch.Grid(shard=2).mesh("shard")), 2
+    gc.collect()
+    reset_peak()
+    optimizer, clock = torch.optim.Adam(model.parameters()), Clock()
+    trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=torch.nn.MSELoss())
+    sync = hvdtrain.callbacks.SyncCheck(0)  # there is nothing to compare
+    callbacks = [clock, sync]
+    trainer.fit(data(), batch_size=BATCH // ranks, progress=False, run_dir=None, callbacks=callbacks)
+    return clock.ends
+
+
+def train_torchs(kind: str) -> list[float]:
+    """Train by torch's own means; return the times at which steps ended."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.nn.functional import mse_loss
+
+    rank, model = dist.get_rank(), make_model()
+    (x, y), mine = data(), slice(None)
+    if kind == "FSDP2":
+        model, mine = _shard(model, None), slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    else:
+        half = len(model) // 2
+        model = model[half * rank : half * (rank + 1)]
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, _count(kind), loss_fn=mse_loss)
+    gc.collect()
+    reset_peak()
+    optimizer, ends = torch.optim.Adam(model.parameters()), []
+    for inputs, targets in zip(x.split(BATCH), y.split(BATCH), strict=True):
+        optimizer.zero_grad()
+        if kind == "FSDP2":
+            mse_loss(model(inputs[mine]), targets[mine]).backward()
+        elif rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets)
+        optimizer.step()
+        ends.append(time.perf_counter())
+    return ends
+
+
+def _count(kind: str) -> int:
+    return int(kind.partition("M=")[2])
+
+
+def _shard(model: Any, mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(kind: str) -> None:
+    """Train as one rank of a job, and print its facts."""
+    import torch
+
+    torch.set_num_threads(1)
+    is_ours = "Grid" in kind or kind == "one process"
+    if is_ours:
+        import hvdtrain
+
+        hvdtrain.init()
+    else:
+        torch.distributed.init_process_group("gloo")
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining  # before the size is taken
+
+    before = resident("VmRSS")
+    ends = (train_ours if is_ours else train_torchs)(kind)
+    took = [after - first for first, after in itertools.pairwise(ends)][SKIPPED:]
+    print(_FACTS + json.dumps({"mib": resident("VmHWM") - before, "ms": 1000 * statistics.median(took)}), flush=True)
+
+
+def measure(kind: str) -> dict[str, float]:
+    """Return the facts of two jobs: of the largest rank of one, and of the slowest of the other."""
+    returns = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    return {"mib": _run(kind, returns)["mib"], "ms": _run(kind, {})["ms"]}
+
+
+def _run(kind: str, variables: dict[str, str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.parts", "--train", kind]
+    size = 1 if kind == "one process" else 2
+    start = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2"] if "Grid" in kind else []
+    if not start and size == 2:
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | variables
+    run = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, timeout=1200)
+    facts = [json.loads(found) for found in re.findall(_FACTS + r"(\{.*?\})", run.stdout)]  # two may share a line
+    if len(facts) != size:
+        raise RuntimeError(f"{kind}: {run.stdout[-2000:]}{run.stderr[-2000:]}")
+    return {name: max(each[name] for each in facts) for name in ("mib", "ms")}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", nargs="+", default=KINDS, choices=KINDS, help="which, by name [all]")
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each kind, in turns [3]")
+    parser.add_argument("--train", choices=KINDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train)
+        return
+    kinds = list(dict.fromkeys(["one process", *options.kind]))
+    runs = [{kind: measure(kind) for kind in kinds} for _ in range(options.rounds)]
+    middle = {
+        kind: {name: statistics.median(run[kind][name] for run in runs) for name in ("mib", "ms")} for kind in kinds
+    }
+    alone = middle["one process"]
+    print("| | MiB a rank | / one process | ms a step | waits | predicted |\n|---|---|---|---|---|---|")
+    for kind, each in middle.items():
+        waits, predicted = "", ""
+        if "M=" in kind:
+            waits, predicted = f"{1 - alone['ms'] / (2 * each['ms']):.2f}", f"{1 / (_count(kind) + 1):.2f}"
+        ratio = each["mib"] / alone["mib"]
+        print(f"| {kind} | {each['mib']:.0f} | {ratio:.2f} | {each['ms']:.0f} | {waits} | {predicted} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
