@@ -256,6 +256,24 @@ def test_gpt_has_one_process_perplexity_on_two_ranks_and_writes_a_sample(tmp_pat
     assert found[1] < 20  # of 128 characters
 
 
+def test_gpt_in_stages_has_one_process_perplexity_and_either_resumes_from_the_others_checkpoint(tmp_path: Path) -> None:
+    script = f"python {GALLERY}/gpt/stages.py --batch-size 64"
+    found = []
+    for command, epochs, folder in (
+        (f"horovodrun -np 2 {script} --stages 2", 1, "stages"),
+        (script, 2, "stages"),
+        (script, 1, "one"),
+        (f"horovodrun -np 2 {script} --shards 2", 2, "one"),
+    ):
+        lines = run_well(f"{command} --epochs {epochs} --checkpoints {folder}", tmp_path)
+        assert any("resumed run" in line for line in lines) == (epochs == 2)
+        found += [float(line.partition("perplexity ")[2]) for line in lines if "perplexity" in line]
+    in_stages, resumed_alone, alone, resumed_in_shards = found
+    assert in_stages == pytest.approx(alone, rel=2e-4)
+    assert resumed_alone == pytest.approx(resumed_in_shards, rel=2e-4)
+    assert resumed_alone < alone < 30  # of 128 characters
+
+
 def test_killed_sweep_trains_what_is_left_and_prints_the_whole_table(tmp_path: Path) -> None:
     sweep = [sys.executable, str(GALLERY / "sweep" / "sweep.py"), "--batch-size", "64", "--at-once", "1"]
     process = subprocess.Popen([*sweep, "--lr", "0.1", "0.01"], cwd=tmp_path, start_new_session=True)
