@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 
-STEPS = 9
+STEPS = 10
 
 
 def run(tree: Path, *, blocks: str = "true", minutes: int = 14, install: str = "0", **recipes: str) -> tuple[int, str]:
@@ -29,6 +29,7 @@ def run(tree: Path, *, blocks: str = "true", minutes: int = 14, install: str = "
         "docs": "",
         "docker-test": "",
         "test-packages": "",
+        "packages": "",
     }
     targets = [f"{name}:\n\t@{line}{recipes.get(name, 'true')}\n" for name, line in lines.items()]
     # The folder docs is there, as in the project.
@@ -54,7 +55,8 @@ def test_all_green_ends_with_the_closing_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", ["test", "tooling", "keras-unit", "standin", "blocks", "engines", "models", "docs", "docker-test"]
+    "step",
+    ["test", "packages", "tooling", "keras-unit", "standin", "models", "blocks", "engines", "docs", "docker-test"],
 )
 def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step: str) -> None:
     status, output = run(tmp_path, **{step: "false"})
@@ -63,6 +65,18 @@ def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step:
     assert sum(line.startswith("FAILED") for line in summary) == 1
     assert sum(line.startswith("ok ") for line in summary) == STEPS - 1
     assert summary[-1] == f"1 of {STEPS} steps failed"
+
+
+def test_steps_beside_others_that_end_without_a_result_fail_the_run(tmp_path: Path) -> None:
+    lane = "kill -9 $$(ps -o ppid= -p $$(ps -o ppid= -p $$(ps -o ppid= -p $$$$)))"  # of make, which timeout started
+    status, output = run(tmp_path, **{"keras-unit": lane})
+    assert status == 1
+    assert "FAILED the second lane ended with status 137" in output.partition("===== summary =====")[2]
+
+
+def test_what_ran_beside_other_steps_is_printed_after_them(tmp_path: Path) -> None:
+    _, output = run(tmp_path, standin="echo of the stand-in", **{"docker-test": "sleep 1; echo of the image"})
+    assert output.index("of the image") < output.index("make standin =====") < output.index("of the stand-in")
 
 
 def test_steps_without_time_left_are_failures_in_a_summary_that_is_there(tmp_path: Path) -> None:
@@ -77,7 +91,7 @@ def test_the_image_is_left_out_with_a_line_where_its_time_is_not_left(tmp_path: 
     assert status == 0, output
     summary = output.partition("===== summary =====")[2].splitlines()
     (line,) = [line for line in summary if line.startswith("left out")]
-    assert re.fullmatch(r"left out make docker-test BASE=bookworm: it takes 13 minutes, and 1[12] were left", line)
+    assert re.fullmatch(r"left out make docker-test BASE=bookworm WHEELS=host: it takes 13 minutes, and 1[12] were left", line)
     assert summary[-1] == "all steps passed"
 
 
@@ -86,7 +100,7 @@ def test_the_whole_ends_within_the_hour_and_a_half_that_ci_allows() -> None:
     found = re.search(r"HVDTRAIN_CI_MINUTES:-(\d+)", script)
     assert found is not None
     assert int(found[1]) < 90
-    assert len(re.findall(r"^step(?:_if_time \d+)? \d+ ", script, re.M)) == STEPS
+    assert len(re.findall(r"^ *step(?:_if_time \d+)? \d+ ", script, re.M)) == STEPS + 1  # and root's
 
 
 def test_where_it_may_install_packages_a_skip_for_want_of_one_is_a_failure(tmp_path: Path) -> None:
