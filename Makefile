@@ -41,6 +41,8 @@ NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(m
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
 check test unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling engines models standin standin-torch attack faults mutants: export CUDA_VISIBLE_DEVICES :=
+# Processes that run beside each other: threads that all want every core make the unit tests take four times as long.
+check test unit unit-all keras-unit ranks ranks-all jobs e2e tooling models: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
