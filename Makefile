@@ -87,8 +87,8 @@ types: $(STAMP) ## mypy
 unit: $(STAMP) ## Tests of one process, but for those that start others with a framework (marked slow)
 	$(UNIT) -m "not slow"
 
-unit-all: $(STAMP)
-	$(UNIT) -m "not tooling"
+unit-all: $(STAMP) # make models has Lightning's
+	$(UNIT) -m "not tooling" --ignore tests/unit/lightning
 
 keras-unit: $(STAMP) ## Keras's tests of one process on its other backends: `make unit` has them on torch
 	KERAS_BACKEND=tensorflow python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) -m "not slow" tests/unit/keras
@@ -101,7 +101,7 @@ ranks-all: $(STAMP) ## Each of them on every framework and Keras backend, at eve
 	python tests/ranks/run.py --all
 
 jobs: $(STAMP) # Faults in the short version, and commands as a person types them: both start jobs
-	$(THREE_AT_A_TIME) -m "not tooling" tests/faults tests/e2e
+	$(THREE_AT_A_TIME) -m "not tooling" tests/faults tests/e2e --ignore tests/e2e/lightning
 
 e2e: $(STAMP) ## Commands as a person types them
 	$(THREE_AT_A_TIME) tests/e2e

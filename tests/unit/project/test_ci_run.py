@@ -96,7 +96,9 @@ def test_the_image_is_left_out_with_a_line_where_its_time_is_not_left(tmp_path: 
     assert status == 0, output
     summary = output.partition("===== summary =====")[2].splitlines()
     (line,) = [line for line in summary if line.startswith("left out")]
-    assert re.fullmatch(r"left out make docker-test BASE=bookworm WHEELS=host: it takes 13 minutes, and 1[12] were left", line)
+    assert re.fullmatch(
+        r"left out make docker-test BASE=bookworm WHEELS=host: it takes 13 minutes, and 1[12] were left", line
+    )
     assert summary[-1] == "all steps passed"
 
 
