@@ -8,9 +8,10 @@ STAMP := $(VENV)/.set-up
 NP ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')),1,2)
 # Passed on to the example: make train ARGS="--data-dir DIR"
 ARGS ?=
-# Of docker-test: bookworm or trixie alone, not both; gpu instead of the cpu image.
+# Of docker-test: bookworm or trixie alone, not both; gpu instead of the cpu image; WHEELS=host: take this host's Horovod.
 BASE ?=
 TARGET ?= cpu
+WHEELS ?=
 # Passed on to the benchmarks: make bench BENCH="--workload lenet --peer ddp,trainer"
 BENCH ?=
 
@@ -28,6 +29,8 @@ TEST_PACKAGES := openssh-server iproute2 util-linux slurmctld slurmd slurm-clien
 # `python` and `horovodrun` are the environment's, in every recipe and in what they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 PIP := python -m pip install --quiet --disable-pip-version-check
+# Succeeds if all of the packages that follow are installed. It imports none, which would take seconds each.
+HAVE := python -c "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
 # One thread a rank: two ranks that both take every core slow each other down.
 RUN := OMP_NUM_THREADS=1 horovodrun -np $(NP)
 
@@ -38,11 +41,13 @@ NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(m
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
 check test unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling engines models standin standin-torch attack faults mutants: export CUDA_VISIBLE_DEVICES :=
+# Processes that run beside each other: threads that all want every core make the unit tests take four times as long.
+check test unit unit-all keras-unit ranks ranks-all jobs e2e tooling models: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages engines models examples gpu-build-test attack faults gpu gpus gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages packages engines models examples gpu-build-test attack faults gpu gpus gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,8 +87,8 @@ types: $(STAMP) ## mypy
 unit: $(STAMP) ## Tests of one process, but for those that start others with a framework (marked slow)
 	$(UNIT) -m "not slow"
 
-unit-all: $(STAMP)
-	$(UNIT) -m "not tooling"
+unit-all: $(STAMP) # make models has Lightning's
+	$(UNIT) -m "not tooling" --ignore tests/unit/lightning
 
 keras-unit: $(STAMP) ## Keras's tests of one process on its other backends: `make unit` has them on torch
 	KERAS_BACKEND=tensorflow python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) -m "not slow" tests/unit/keras
@@ -96,7 +101,7 @@ ranks-all: $(STAMP) ## Each of them on every framework and Keras backend, at eve
 	python tests/ranks/run.py --all
 
 jobs: $(STAMP) # Faults in the short version, and commands as a person types them: both start jobs
-	$(THREE_AT_A_TIME) -m "not tooling" tests/faults tests/e2e
+	$(THREE_AT_A_TIME) -m "not tooling" tests/faults tests/e2e --ignore tests/e2e/lightning
 
 e2e: $(STAMP) ## Commands as a person types them
 	$(THREE_AT_A_TIME) tests/e2e
@@ -121,9 +126,12 @@ test-packages: $(STAMP) ## As root: install what tests skip without (sshd, Slurm
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(TEST_PACKAGES) < /dev/null
 	$(PIP) -e ".[ray,spark,loggers,notebook]"
 
+packages: $(STAMP) # What engines, models and docs install, at once
+	$(PIP) -e ".[ray,spark,loggers,models,lightning,docs]"
+
 engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, several hosts: what this machine lacks is skipped
-	python -c "import ray, pyspark, pyarrow" 2>/dev/null || $(PIP) -e ".[ray,spark]"
-	-python -c "import mlflow, wandb" 2>/dev/null || $(PIP) -e ".[loggers]"
+	$(HAVE) ray pyspark pyarrow || $(PIP) -e ".[ray,spark]"
+	-$(HAVE) mlflow wandb || $(PIP) -e ".[loggers]"
 	python -m pytest --continue-on-collection-errors tests/engines tests/unit/callbacks/loggers
 
 gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was built: needs no GPU
@@ -131,7 +139,7 @@ gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was b
 	HVDTRAIN_TEST_NCCL=1 .venv-gpu/bin/python -m pytest tests/e2e/horovod_build/test_libraries.py
 
 models: $(STAMP) ## transformers and its Trainer, peft, Lightning, ignite (installed here), all of torchmetrics: ranks give one process's numbers
-	python -c "import transformers, accelerate, peft, ignite, lightning" 2>/dev/null || $(PIP) -e ".[models,lightning]"
+	$(HAVE) transformers accelerate peft ignite lightning || $(PIP) -e ".[models,lightning]"
 	python -m pytest -q tests/unit/lightning tests/e2e/lightning tests/unit/scripts/test_names.py
 	python tests/ranks/run.py --only models
 	HVDTRAIN_TEST_LONG=1 python -m pytest -q tests/unit/torch/test_every_torchmetric.py
@@ -179,12 +187,12 @@ bench: $(STAMP) ## Step times side by side with peers (BENCH="--workload mlp"; p
 	python -m benchmarks $(BENCH)
 
 docs: $(STAMP) ## The site, in build/site/index.html: every link and name in it must be found
-	python -c "import mkdocs" 2>/dev/null || $(PIP) -e ".[docs]"
+	$(HAVE) mkdocs || $(PIP) -e ".[docs]"
 	python -m mkdocs build --strict --config-file docs/mkdocs.yml
 
 docker-test: $(STAMP) ## Build the cpu image on Debian 12 and 13, run it (as root installs docker.io, debootstrap; BASE=bookworm: one; TARGET=gpu: on CPUs, 20 GB)
 	python tests/docker/engine.py
-	HVDTRAIN_DOCKER_TARGET=$(TARGET) python -m pytest tests/docker -k "$(BASE)"
+	HVDTRAIN_DOCKER_TARGET=$(TARGET) HVDTRAIN_DOCKER_WHEELS=$(WHEELS) python -m pytest tests/docker -k "$(BASE)"
 
 newest: ## The newest frameworks, in build/newest: Horovod built for them, and the core of the rank tests (4 GB)
 	$(PYTHON) scripts/newest.py $(ARGS)

@@ -2,6 +2,7 @@
 
 One base: python -m pytest tests/docker -k bookworm
 The gpu image, on CPUs: HVDTRAIN_DOCKER_TARGET=gpu (20 GB on disk while it is built)
+Without compiling Horovod where this host has the same wheel: HVDTRAIN_DOCKER_WHEELS=host
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def image(request: pytest.FixtureRequest, docker: engine.Docker, pip_configurati
     base, name = request.param, f"hvdtrain-test:{engine.SUITES[request.param]}-{TARGET}"
     made = engine.make_base(docker, base, pip_configuration)
     words = ["build", "--target", TARGET, "--tag", name, "--network", "host", "--build-arg", f"DEBIAN_IMAGE={base}"]
+    if os.environ.get("HVDTRAIN_DOCKER_WHEELS") == "host":
+        engine.lend_wheels(docker, base)
     docker.run(*words, *engine.proxy_arguments(), str(ROOT))
     yield Image(docker, name)
     docker.run("image", "rm", "--force", name, *([base] if made else []), check=False)

@@ -14,7 +14,7 @@ from hvdtrain.callbacks import EMA, Callback, Checkpoint
 from hvdtrain.checkpoint.array_file import ArrayFile
 from hvdtrain.errors import CheckpointError, HvdTrainError
 
-pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.usefixtures("hvd")]
+pytestmark = [pytest.mark.world_size(2), pytest.mark.usefixtures("hvd")]
 
 WIDTH, LAYERS = 2900, 4
 ARRAY = WIDTH * WIDTH * 4  # bytes
@@ -40,7 +40,7 @@ def held_meanwhile(world, peak):
     return arrays_of(world, peak, ARRAY)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", pytest.param("gradients", marks=pytest.mark.world_size(2))])
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_saving_shards_takes_the_memory_of_one_array_on_rank_0(world, shared_tmp_path, shard):
     trainer = make(shard=shard)
     fit(trainer)
@@ -52,7 +52,6 @@ def test_saving_shards_takes_the_memory_of_one_array_on_rank_0(world, shared_tmp
     assert max(others) <= 1 / world.size, others
 
 
-@pytest.mark.world_size(2)
 def test_saving_shards_in_the_background_takes_the_memory_of_one_array_on_rank_0(world, shared_tmp_path):
     found = []
 
@@ -121,7 +120,7 @@ def test_another_error_of_the_writer_ends_the_run_on_all_ranks(shared_tmp_path, 
         fit(trainer, Checkpoint(shared_tmp_path), epochs=3)
 
 
-@pytest.mark.parametrize("shard", [pytest.param(None, marks=pytest.mark.world_size(2)), "optimizer"])
+@pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_loading_takes_the_memory_of_one_array_beyond_what_a_rank_keeps(world, size, shared_tmp_path, shard):
     trainer = make(shard=shard)
     fit(trainer)
@@ -137,7 +136,6 @@ def test_loading_takes_the_memory_of_one_array_beyond_what_a_rank_keeps(world, s
     assert max(held) <= 1.0, held
 
 
-@pytest.mark.world_size(2)
 def test_loading_weights_takes_the_memory_of_one_array(world, shared_tmp_path):
     trainer = make()
     fit(trainer)
@@ -184,7 +182,6 @@ def test_a_disk_that_fails_while_a_rank_reads_ends_all_ranks(world, shared_tmp_p
     assert bool(done) == world.is_root
 
 
-@pytest.mark.world_size(2)
 def test_loading_averages_takes_the_memory_of_one_array_beyond_them(world, shared_tmp_path):
     net, others = parts()
     others["optimizer"] = torch.optim.SGD(net.parameters(), lr=1e-4)

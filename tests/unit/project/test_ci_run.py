@@ -13,14 +13,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 
-STEPS = 9
+STEPS = 12
+TEST = ("lint", "types", "ranks", "unit-all", "jobs")  # of `make test`
 
 
 def run(tree: Path, *, blocks: str = "true", minutes: int = 14, install: str = "0", **recipes: str) -> tuple[int, str]:
     (tree / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tree / ".ci")
     lines = {
-        "test": "echo '== 7 passed, 1 skipped in 2.00s =='; ",
+        "lint": "",
+        "types": "",
+        "ranks": "",
+        "unit-all": "echo '== 7 passed, 1 skipped in 2.00s =='; ",
+        "jobs": "",
         "tooling": "",
         "keras-unit": "",
         "standin": "",
@@ -29,6 +34,7 @@ def run(tree: Path, *, blocks: str = "true", minutes: int = 14, install: str = "
         "docs": "",
         "docker-test": "",
         "test-packages": "",
+        "packages": "",
     }
     targets = [f"{name}:\n\t@{line}{recipes.get(name, 'true')}\n" for name, line in lines.items()]
     # The folder docs is there, as in the project.
@@ -47,14 +53,15 @@ def test_all_green_ends_with_the_closing_lines(tmp_path: Path) -> None:
     status, output = run(tmp_path)
     assert status == 0
     summary = output.partition("===== summary =====")[2].splitlines()
-    assert any("ok     make --keep-going test" in line for line in summary)
+    assert any("ok     make --keep-going lint types ranks" in line for line in summary)
     assert any("== 7 passed, 1 skipped in 2.00s" in line for line in summary)
     assert any(line.strip() == "2 passed, 0 failed" for line in summary)
     assert summary[-1] == "all steps passed"
 
 
 @pytest.mark.parametrize(
-    "step", ["test", "tooling", "keras-unit", "standin", "blocks", "engines", "models", "docs", "docker-test"]
+    "step",
+    [*TEST, "packages", "tooling", "keras-unit", "standin", "models", "blocks", "engines", "docs", "docker-test"],
 )
 def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step: str) -> None:
     status, output = run(tmp_path, **{step: "false"})
@@ -63,6 +70,18 @@ def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step:
     assert sum(line.startswith("FAILED") for line in summary) == 1
     assert sum(line.startswith("ok ") for line in summary) == STEPS - 1
     assert summary[-1] == f"1 of {STEPS} steps failed"
+
+
+def test_steps_beside_others_that_end_without_a_result_fail_the_run(tmp_path: Path) -> None:
+    lane = "kill -9 $$(ps -o ppid= -p $$(ps -o ppid= -p $$(ps -o ppid= -p $$$$)))"  # of make, which timeout started
+    status, output = run(tmp_path, **{"keras-unit": lane})
+    assert status == 1
+    assert "FAILED the second lane ended with status 137" in output.partition("===== summary =====")[2]
+
+
+def test_what_ran_beside_other_steps_is_printed_after_them(tmp_path: Path) -> None:
+    _, output = run(tmp_path, standin="echo of the stand-in", **{"docker-test": "sleep 1; echo of the image"})
+    assert output.index("of the image") < output.index("make standin =====") < output.index("of the stand-in")
 
 
 def test_steps_without_time_left_are_failures_in_a_summary_that_is_there(tmp_path: Path) -> None:
@@ -77,7 +96,9 @@ def test_the_image_is_left_out_with_a_line_where_its_time_is_not_left(tmp_path: 
     assert status == 0, output
     summary = output.partition("===== summary =====")[2].splitlines()
     (line,) = [line for line in summary if line.startswith("left out")]
-    assert re.fullmatch(r"left out make docker-test BASE=bookworm: it takes 13 minutes, and 1[12] were left", line)
+    assert re.fullmatch(
+        r"left out make docker-test BASE=bookworm WHEELS=host: it takes 13 minutes, and 1[12] were left", line
+    )
     assert summary[-1] == "all steps passed"
 
 
@@ -86,11 +107,18 @@ def test_the_whole_ends_within_the_hour_and_a_half_that_ci_allows() -> None:
     found = re.search(r"HVDTRAIN_CI_MINUTES:-(\d+)", script)
     assert found is not None
     assert int(found[1]) < 90
-    assert len(re.findall(r"^step(?:_if_time \d+)? \d+ ", script, re.M)) == STEPS
+    assert len(re.findall(r"^ *step(?:_if_time \d+)? \d+ ", script, re.M)) == STEPS + 1  # and root's
+
+
+def test_all_of_make_test_is_run() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found = re.search(r"^test: (.*?) *##", makefile, re.M)
+    assert found is not None
+    assert sorted(found[1].split()) == sorted(TEST)
 
 
 def test_where_it_may_install_packages_a_skip_for_want_of_one_is_a_failure(tmp_path: Path) -> None:
-    status, output = run(tmp_path, install="1", test='[ "$$HVDTRAIN_TEST_INSTALLED" = 1 ]')
+    status, output = run(tmp_path, install="1", jobs='[ "$$HVDTRAIN_TEST_INSTALLED" = 1 ]')
     assert status == 0, output
     assert output.partition("===== summary =====")[2].splitlines()[1].startswith("ok     make test-packages")
 
@@ -98,7 +126,7 @@ def test_where_it_may_install_packages_a_skip_for_want_of_one_is_a_failure(tmp_p
 def test_the_closing_lines_say_how_many_tests_were_skipped_and_why(tmp_path: Path) -> None:
     skips = "echo 'SKIPPED [3] tests/a.py:12: no sshd'; echo 'SKIPPED [1] tests/b.py:7: Skipped: no sshd: none'"
     _, output = run(
-        tmp_path, test=f"{skips}; echo '  skipped 12: not on torch'; echo 'SKIPPED [2] tests/c.py: no sshd'"
+        tmp_path, jobs=f"{skips}; echo '  skipped 12: not on torch'; echo 'SKIPPED [2] tests/c.py: no sshd'"
     )
     summary = output.partition("===== summary =====")[2]
     assert "18 tests skipped:\n  12: not on torch\n  5: no sshd\n  1: Skipped: no sshd: none\n" in summary
