@@ -40,14 +40,14 @@ BACKEND = $$(python -c 'from importlib.util import find_spec; print("tensorflow"
 NEW_NUMPY = $$(python -c 'import numpy; print("--python-version 3.12" if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 5) else "")')
 
 # Tests of any host run on CPUs: two and three ranks want no GPU each. `make gpu` has those for GPUs.
-check test unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling engines models standin standin-torch attack faults mutants: export CUDA_VISIBLE_DEVICES :=
+check test unit unit-all unit-and-jobs keras-unit ranks ranks-all jobs e2e e2e-all tooling engines models standin standin-torch attack faults mutants: export CUDA_VISIBLE_DEVICES :=
 # Processes that run beside each other: threads that all want every core make the unit tests take four times as long.
-check test unit unit-all keras-unit ranks ranks-all jobs e2e tooling models: export OMP_NUM_THREADS := 1
+check test unit unit-all unit-and-jobs keras-unit ranks ranks-all jobs e2e tooling models: export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 # In the order written, under make -j too: two trainings at once would share the cores.
 .NOTPARALLEL:
-.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages packages engines models examples gpu-build-test attack faults gpu gpus gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
+.PHONY: help setup setup-tensorflow-gpu train train-torch train-keras test check lint types unit unit-all unit-and-jobs keras-unit ranks ranks-all jobs e2e e2e-all tooling standin standin-torch mutants test-packages packages engines models examples gpu-build-test attack faults gpu gpus gpu-build gpu-carry bench docs docker-test mpi5 newest package clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,7 +72,7 @@ train-torch: $(STAMP) ## The PyTorch half of `make train`
 train-keras: $(STAMP) ## The Keras half
 	KERAS_BACKEND=$(BACKEND) $(RUN) python examples/mnist/train.py --framework keras $(ARGS)
 
-test: lint types unit-all ranks jobs ## Lint, types, and every claim about hvdtrain, each where it is cheapest to prove
+test: lint types ranks unit-and-jobs ## Lint, types, and every claim about hvdtrain, each where it is cheapest to prove
 
 check: lint types unit ## What is quick of `make test`, before every commit: lint, types, tests of one process
 
@@ -99,6 +99,12 @@ ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to p
 
 ranks-all: $(STAMP) ## Each of them on every framework and Keras backend, at every world size (35 minutes)
 	python tests/ranks/run.py --all
+
+# Beside each other: jobs often wait, for processes to end, networks and disks.
+unit-and-jobs: $(STAMP)
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	$(MAKE) --no-print-directory unit-all WORKERS=2 > "$$log" 2>&1 & beside=$$!; \
+	$(MAKE) --no-print-directory jobs; jobs=$$?; wait $$beside; unit=$$?; cat "$$log"; exit $$((jobs || unit))
 
 jobs: $(STAMP) # Faults in the short version, and commands as a person types them: both start jobs
 	$(THREE_AT_A_TIME) -m "not tooling" tests/faults tests/e2e --ignore tests/e2e/lightning

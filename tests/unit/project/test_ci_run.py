@@ -13,19 +13,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 
-STEPS = 12
-TEST = ("lint", "types", "ranks", "unit-all", "jobs")  # of `make test`
+STEPS = 10
 
 
 def run(tree: Path, *, blocks: str = "true", minutes: int = 14, install: str = "0", **recipes: str) -> tuple[int, str]:
     (tree / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tree / ".ci")
     lines = {
-        "lint": "",
-        "types": "",
-        "ranks": "",
-        "unit-all": "echo '== 7 passed, 1 skipped in 2.00s =='; ",
-        "jobs": "",
+        "test": "echo '== 7 passed, 1 skipped in 2.00s =='; ",
         "tooling": "",
         "keras-unit": "",
         "standin": "",
@@ -53,7 +48,7 @@ def test_all_green_ends_with_the_closing_lines(tmp_path: Path) -> None:
     status, output = run(tmp_path)
     assert status == 0
     summary = output.partition("===== summary =====")[2].splitlines()
-    assert any("ok     make --keep-going lint types ranks" in line for line in summary)
+    assert any("ok     make --keep-going test" in line for line in summary)
     assert any("== 7 passed, 1 skipped in 2.00s" in line for line in summary)
     assert any(line.strip() == "2 passed, 0 failed" for line in summary)
     assert summary[-1] == "all steps passed"
@@ -61,7 +56,7 @@ def test_all_green_ends_with_the_closing_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "step",
-    [*TEST, "packages", "tooling", "keras-unit", "standin", "models", "blocks", "engines", "docs", "docker-test"],
+    ["test", "packages", "tooling", "keras-unit", "standin", "models", "blocks", "engines", "docs", "docker-test"],
 )
 def test_one_failing_step_fails_the_run_after_all_have_run(tmp_path: Path, step: str) -> None:
     status, output = run(tmp_path, **{step: "false"})
@@ -110,15 +105,23 @@ def test_the_whole_ends_within_the_hour_and_a_half_that_ci_allows() -> None:
     assert len(re.findall(r"^ *step(?:_if_time \d+)? \d+ ", script, re.M)) == STEPS + 1  # and root's
 
 
-def test_all_of_make_test_is_run() -> None:
+@pytest.mark.parametrize("failing", ["", "unit-all", "jobs"])
+def test_unit_tests_beside_jobs_are_printed_after_them_and_either_fails_both(tmp_path: Path, failing: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    found = re.search(r"^test: (.*?) *##", makefile, re.M)
-    assert found is not None
-    assert sorted(found[1].split()) == sorted(TEST)
+    recipe = re.search(r"^unit-and-jobs: .*?\n\n", makefile, re.M | re.S)
+    assert recipe is not None
+    others = "".join(
+        f"{name}:\n\t@echo of {name}\n\t@{'false' if name == failing else 'true'}\n" for name in ("unit-all", "jobs")
+    )
+    (tmp_path / "Makefile").write_text(f"{recipe[0].replace('$(STAMP)', '')}{others}")
+    command = ["make", "unit-and-jobs"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode == 0) == (not failing)
+    assert result.stdout.index("of jobs") < result.stdout.index("of unit-all")
 
 
 def test_where_it_may_install_packages_a_skip_for_want_of_one_is_a_failure(tmp_path: Path) -> None:
-    status, output = run(tmp_path, install="1", jobs='[ "$$HVDTRAIN_TEST_INSTALLED" = 1 ]')
+    status, output = run(tmp_path, install="1", test='[ "$$HVDTRAIN_TEST_INSTALLED" = 1 ]')
     assert status == 0, output
     assert output.partition("===== summary =====")[2].splitlines()[1].startswith("ok     make test-packages")
 
@@ -126,7 +129,7 @@ def test_where_it_may_install_packages_a_skip_for_want_of_one_is_a_failure(tmp_p
 def test_the_closing_lines_say_how_many_tests_were_skipped_and_why(tmp_path: Path) -> None:
     skips = "echo 'SKIPPED [3] tests/a.py:12: no sshd'; echo 'SKIPPED [1] tests/b.py:7: Skipped: no sshd: none'"
     _, output = run(
-        tmp_path, jobs=f"{skips}; echo '  skipped 12: not on torch'; echo 'SKIPPED [2] tests/c.py: no sshd'"
+        tmp_path, test=f"{skips}; echo '  skipped 12: not on torch'; echo 'SKIPPED [2] tests/c.py: no sshd'"
     )
     summary = output.partition("===== summary =====")[2]
     assert "18 tests skipped:\n  12: not on torch\n  5: no sshd\n  1: Skipped: no sshd: none\n" in summary
