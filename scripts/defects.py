@@ -37,6 +37,8 @@ FILES = unit("checkpoint")
 TORCH = ranks("torch", "uneven or bf16 or join or options or predivide or shape or resume")
 TRAINER = ranks("trainer-torch", "weights_of_one_process or metrics or disagree or skip or stopped or statistics")
 ALONE = ranks("trainer-torch", "test_sync.py")
+GRID = ranks("torch", "test_grid_trainer")
+REPLICAS = ranks("torch-grid", "test_grid_trainer", np=4)
 KERAS = ranks("keras-tensorflow", "uneven_and_empty or overflow_together or groups")
 
 FEEDBACK = unit("torch/test_error_feedback.py")
@@ -883,5 +885,48 @@ DEFECTS = (
         "first, last = ends[self._rank : self._rank + 2]",
         "last = first + ends[self._rank + 1] - ends[self._rank]",
         unit("sync/test_balance.py"),
+    ),
+    # Models that a Grid divides
+    Defect(
+        "grid: gradients are not clipped",
+        "hvdtrain/torch/reduction/grid_part.py",
+        "self._grid.clip_grad_norm_(parameters, largest)",
+        "pass",
+        GRID,
+    ),
+    Defect(
+        "grid: the norm is that of one stage",
+        "hvdtrain/torch/grid/grid.py",
+        "if self.stages > 1:\n            how",
+        "if self.stages > 9:\n            how",
+        GRID,
+    ),
+    Defect(
+        "grid: shards do not know how many labels count",
+        "hvdtrain/torch/reduction/divided.py",
+        "divided.local(each.grad).mul_(factor)",
+        "pass",
+        GRID,
+    ),
+    Defect(
+        "grid: micro-batches weigh the same",
+        "hvdtrain/torch/steps/stage_step.py",
+        "return scaled(found.mean, weights.factor(index))",
+        "return scaled(found.mean)",
+        GRID,
+    ),
+    Defect(
+        "grid: stages save the optimizer's state under each other's numbers",
+        "hvdtrain/torch/steps/grid_state.py",
+        "return before + sum(each[group] for each in counts[:stage]) + index",
+        "return before + index",
+        GRID,
+    ),
+    Defect(
+        "grid: replicas of a part are not compared",
+        "hvdtrain/callbacks/sync_check.py",
+        "return not differ, found",
+        "return True, found",
+        REPLICAS,
     ),
 )

@@ -238,21 +238,15 @@ def _restore_optimizer(
         scaler.load_state_dict(meta["scaler"])
 
 
-def load_entries(optimizer: Any, entries: dict[int, dict[str, Any]]) -> None:
+def load_entries(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
     """Replace the state of an optimizer's parameters, by their number, and leave its groups as they are."""
-    types = {
-        (index, name): value.dtype
-        for index, each in entries.items()
-        for name, value in each.items()
-        if isinstance(value, torch.Tensor)
-    }
-    groups = _state_dict(optimizer)["param_groups"]
-    optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    parameters = parameters_of(optimizer)
-    for (index, name), dtype in types.items():  # torch has given them the parameter's type
-        state = optimizer.state[parameters[index]]
-        if name != "step" and state[name].dtype != dtype:
-            state[name] = entries[index][name].to(parameters[index].device)
+    groups, parameters = _state_dict(optimizer)["param_groups"], parameters_of(optimizer)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for index, entries in state.items():  # of which torch has given some the parameter's type
+        loaded = optimizer.state[parameters[index]]
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and name != "step" and loaded[name].dtype != value.dtype:
+                loaded[name] = value.to(parameters[index].device)
 
 
 def _unread(arrays: HostArrays, name: str, dtype: str | None, parameter: torch.Tensor) -> Unread | torch.Tensor:
