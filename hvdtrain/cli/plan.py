@@ -6,7 +6,7 @@ import json as json_format
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from hvdtrain.cli.shared import COUNT, FILE, NUMBER, Debug, one_of, option, quantity, whole_number
 from hvdtrain.errors import UsageError
@@ -14,9 +14,13 @@ from hvdtrain.system.quantities import format_time, parse_rate, parse_size, pars
 from hvdtrain.telemetry.memory import Parts
 from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, forecast, read_measured
 
+if TYPE_CHECKING:
+    from hvdtrain.tools.plan.memory import MemoryPlan
+
 Amount = float | None
 _TIME, _SIZE, _RATE = quantity(parse_time, "TIME"), quantity(parse_size, "SIZE"), quantity(parse_rate, "RATE")
 _ALGORITHM = one_of(*(each.value for each in Algorithm))
+_MEMORY = "With --memory, --stages or --shards"
 _COUNTS = {"k": 1e3, "M": 1e6, "B": 1e9}
 
 
@@ -71,15 +75,26 @@ def plan(
         int, option("What the optimizer keeps for each weight: 0 plain SGD, 1 momentum, 2 Adam.", **whole_number(0))
     ] = 2,
     memory: Annotated[bool, option("Forecast a rank's memory instead of its speed.", "--memory")] = False,
+    stages: Annotated[int, option("Stages that a model is divided into.", **whole_number(1))] = 1,
+    shards: Annotated[int, option("Ranks that share out each weight (fully_shard).", **whole_number(1))] = 1,
+    micro_batches: Annotated[
+        int | None, option("With --stages: parts of a batch.  [default: 4 for each stage]", **whole_number(1))
+    ] = None,
+    schedule: Annotated[
+        str | None, option("With --stages: torch's.  [default: 1f1b]", **one_of("1f1b", "gpipe"))
+    ] = None,
+    boundary: Annotated[
+        Amount, option("With --stages: what one sample passes from a stage to the next, e.g. 4MB.", **_SIZE)
+    ] = None,
     parameters: Annotated[
-        Amount, option("With --memory: of the model, e.g. 1.3B.", **quantity(_parameters, "COUNT"))
+        Amount, option(f"{_MEMORY}: of the model, e.g. 1.3B.", **quantity(_parameters, "COUNT"))
     ] = None,
-    bytes_each: Annotated[int, option("With --memory: bytes of a parameter, 4 in fp32.", **whole_number(1))] = 4,
+    bytes_each: Annotated[int, option(f"{_MEMORY}: bytes of a parameter, 4 in fp32.", **whole_number(1))] = 4,
     activations: Annotated[
-        Amount, option("With --memory: what a step of --batch-size samples takes besides, e.g. 8GB.", **_SIZE)
+        Amount, option(f"{_MEMORY}: what a step of --batch-size samples takes besides, e.g. 8GB.", **_SIZE)
     ] = None,
-    ranks: Annotated[int | None, option("With --memory: number of ranks.", **whole_number(1))] = None,
-    limit: Annotated[Amount, option("With --memory: what a rank may take, e.g. 24GB.", **_SIZE)] = None,
+    ranks: Annotated[int | None, option(f"{_MEMORY}: number of ranks.", **whole_number(1))] = None,
+    limit: Annotated[Amount, option(f"{_MEMORY}: what a rank may take, e.g. 24GB.", **_SIZE)] = None,
     json: Annotated[bool, option("Print one JSON object.", "--json")] = False,
     debug: Debug = False,
 ) -> None:
@@ -100,13 +115,15 @@ def plan(
     activations, with each option that shrinks a part and with all, and the first combination that fits --limit.
     --measured takes what is not given from what bench has measured.
 
+    With --stages or --shards: a step on --ranks ranks and a rank's memory, as hvdtrain.torch.Grid divides the model,
+    beside plain data parallelism with as many samples in a step; and whether the Grid pays.
+
     Quantities need a unit: 200ms, 80MB, 64MiB, 25Gb/s (bits), 3.9GB/s (bytes).
 
     Example: hvdtrain plan --step 200ms --gradients 80MB --batch-size 64 --link 25Gb/s
 
     Example: hvdtrain plan --memory --parameters 1.3B --ranks 8 --activations 8GB --batch-size 32 --limit 24GB
     """
-    from hvdtrain.tools.plan.report import Plan, as_json, show
 
     def known(**given: Any) -> dict[str, Any]:
         """Return what was given, else what the file says; the dataclasses know the rest."""
@@ -115,14 +132,24 @@ def plan(
 
     try:
         from_file: Mapping[str, float] = {} if measured is None else read_measured(measured)
+        is_divided = stages * shards > 1
         of_memory = {"--parameters": parameters, "--activations": activations, "--ranks": ranks, "--limit": limit}
-        if others := [name for name, value in of_memory.items() if value is not None and not memory]:
-            raise ValueError(f"{', '.join(others)} {'are' if others[1:] else 'is'} for --memory, which is missing")
+        if not memory and not is_divided:
+            _refuse(of_memory, "--memory, --stages or --shards")
+        if stages == 1:
+            _refuse({"--micro-batches": micro_batches, "--schedule": schedule, "--boundary": boundary}, "--stages")
+        weights = None if parameters is None else parameters * bytes_each
+        given = known(weights=weights, activations=activations, ranks=ranks, samples=batch_size)
+        of_model = from_file if weights is None else {}
         if memory:
-            weights = None if parameters is None else parameters * bytes_each
-            given = known(weights=weights, activations=activations, ranks=ranks, samples=batch_size)
-            _show_memory(from_file if weights is None else {}, given, moments=moments, limit=limit, json=json)
+            if is_divided:
+                raise ValueError("--memory is of whole models: leave it out. --stages and --shards show memory too")
+            from hvdtrain.tools.plan import memory as of_whole
+
+            _print(_memory_plan(of_model, given, moments=moments, limit=limit), of_whole, json=json)
             return
+        if is_divided and gradients is None:
+            gradients = weights
         of_step = known(
             compute_s=step, gradient_bytes=gradients, samples=batch_size, backward_share=backward_share, spread_s=spread
         )
@@ -137,38 +164,67 @@ def plan(
             **known(intra_bytes_per_s=intra, latency_s=latency, intra_latency_s=intra_latency, overhead_s=overhead),
             **known(bucket_bytes=bucket, overlap=overlap, algorithm=Algorithm(algorithm)),
         )
-        if the_cluster.link_bytes_per_s is None and max_ranks > ranks_per_host:
-            raise ValueError(
-                "--link missing: give the speed between hosts, or a --max-ranks that --ranks-per-host covers"
-            )
+        largest = int(given.get("ranks", 1)) if is_divided else max_ranks
+        if the_cluster.link_bytes_per_s is None and largest > ranks_per_host:
+            name = "--ranks" if is_divided else "--max-ranks"
+            raise ValueError(f"--link missing: give the speed between hosts, or a {name} that --ranks-per-host covers")
         if the_cluster.intra_bytes_per_s is None and ranks_per_host > 1:
             raise ValueError("--intra missing: several ranks share a host, so give the speed between them")
-        forecasts = [forecast(the_step, the_cluster, ranks) for ranks in rank_counts(max_ranks)]
-        result = Plan(
+        if is_divided:
+            from hvdtrain.tools.plan import grid
+
+            if stages > 1 and boundary is None:
+                raise ValueError("--boundary missing: give what one sample passes from a stage to the next")
+            reduced = the_step.gradient_bytes
+            of_model, given = {**of_model, "gradient_bytes": reduced}, {"weights": reduced, **given}
+            divided = grid.GridPlan(
+                step=the_step,
+                cluster=the_cluster,
+                memory=_memory_plan(of_model, given, moments=moments, limit=limit),
+                stages=stages,
+                shards=shards,
+                micro_batches=micro_batches or (min(4, the_step.samples) * stages if stages > 1 else 1),
+                **known(schedule=schedule, boundary_bytes=boundary),
+            )
+            _print(divided, grid, json=json)
+            return
+        from hvdtrain.tools.plan import report
+
+        result = report.Plan(
             step=the_step,
             cluster=the_cluster,
-            forecasts=forecasts,
+            forecasts=[forecast(the_step, the_cluster, ranks) for ranks in rank_counts(max_ranks)],
             run_samples=samples,
             price=price,
             worth=worth,
             moments=moments,
         )
-        text = json_format.dumps(as_json(result), indent=2) if json else None
+        _print(result, report, json=json)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if text is not None:
-        print(text)
+
+
+def _refuse(options: Mapping[str, Any], whose: str) -> None:
+    """Raise ValueError for an option that was given without the one whose it is."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(f"{', '.join(given)} {'are' if given[1:] else 'is'} for {whose}, which is missing")
+
+
+def _print(plan: Any, its: Any, *, json: bool) -> None:
+    """Print a plan by the functions of its module: as one JSON object, or in a table and words."""
+    if json:
+        print(json_format.dumps(its.as_json(plan), indent=2))
         return
     from rich.console import Console
 
-    show(result, Console(highlight=False, width=None if sys.stdout.isatty() else 100))
+    its.show(plan, Console(highlight=False, width=None if sys.stdout.isatty() else 100))
 
 
-def _show_memory(
-    measured: Mapping[str, float], given: Mapping[str, float], *, moments: int, limit: Amount, json: bool
-) -> None:
-    """Print what a rank holds; ValueError for what is missing or outside its range."""
-    from hvdtrain.tools.plan.memory import BUFFER_BYTES, MemoryPlan, as_json, show
+def _memory_plan(
+    measured: Mapping[str, float], given: Mapping[str, float], *, moments: int, limit: Amount
+) -> MemoryPlan:
+    """Return what a rank holds of a whole model; ValueError for what is missing or outside its range."""
+    from hvdtrain.tools.plan.memory import BUFFER_BYTES, MemoryPlan
 
     options = {"weights": "--parameters", "ranks": "--ranks"}
     if missing := [option for name, option in options.items() if name not in given]:
@@ -183,13 +239,7 @@ def _show_memory(
         activations=given.get("activations"),
     )
     batch_size = int(given["samples"]) if "samples" in given else None
-    plan = MemoryPlan(parts=parts, ranks=ranks, limit=limit, batch_size=batch_size)
-    if json:
-        print(json_format.dumps(as_json(plan), indent=2))
-        return
-    from rich.console import Console
-
-    show(plan, Console(highlight=False, width=None if sys.stdout.isatty() else 100))
+    return MemoryPlan(parts=parts, ranks=ranks, limit=limit, batch_size=batch_size)
 
 
 def rank_counts(largest: int) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 VGG = ["--step", "416ms", "--gradients", "553MB", "--batch-size", "64"]
 LINK = ["--link", "25Gb/s", "--ranks-per-host", "4", "--intra", "10GB/s"]
 MEMORY = ["--memory", "--parameters", "1.3B", "--ranks", "8", "--activations", "8GB", "--batch-size", "32"]
+GRID = [*VGG, *LINK, "--ranks", "8", "--stages", "4", "--boundary", "3MB"]
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +57,14 @@ def test_a_forecast_of_memory_is_a_table_that_fits_a_page() -> None:
     assert 'micro_batch=4, shard="optimizer"' in " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize("arguments", [[*VGG, *LINK], MEMORY], ids=["speed", "memory"])
+def test_a_forecast_of_stages_is_a_table_that_fits_a_page() -> None:
+    result = plan(*GRID, "--activations", "8GB", "--limit", "13GB")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert result.stdout.startswith("on 8 ranks")
+
+
+@pytest.mark.parametrize("arguments", [[*VGG, *LINK], MEMORY, GRID], ids=["speed", "memory", "grid"])
 def test_no_framework_is_needed(arguments: list[str]) -> None:
     code = (
         "import sys; sys.argv = ['hvdtrain', 'plan', *sys.argv[1:]]\n"
