@@ -28,8 +28,6 @@ from hvdtrain.telemetry.memory import WORDS, Parts
 from hvdtrain.tools.plan.memory import BUFFER_BYTES, MemoryPlan
 from hvdtrain.tools.plan.model import Algorithm, Cluster, Step, allreduce, forecast, require
 
-SCHEDULES = ("1f1b", "gpipe")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
@@ -47,10 +45,11 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class GridPlan:
-    """A model on a Grid.
+    """A model on a Grid; `divided` is a step with it, `plain` one without.
 
     Attributes:
         step, cluster, memory: of a rank with the whole model.
+        schedule: "1f1b" or "gpipe".
         boundary_bytes: what a sample passes from a stage to the next.
 
     Raises:
@@ -156,6 +155,7 @@ class GridPlan:
         plain, grid, limit = self.plain(), self.divided(), self.memory.limit
         whole, part = format_size(plain.memory.total), format_size(grid.memory.total)
         fits, most = self.memory.first_that_fits(), "" if limit is None else format_size(limit)
+        most += " before any activations" * (plain.memory.activations is None)
         steps = f"a step takes {format_time(grid.step_s)}, without the Grid {format_time(plain.step_s)}"
         if limit is None:
             memory = f"A rank holds {part} instead of {whole}: --limit says whether it has to"

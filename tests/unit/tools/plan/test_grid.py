@@ -174,6 +174,13 @@ def test_a_grid_pays_where_nothing_else_fits_even_if_it_is_slower() -> None:
     )
 
 
+def test_unknown_activations_are_said_to_be_unknown() -> None:
+    unknown = replace(PARTS, activations=None)
+    pays, why = grid(8, limit=5e9, parts=unknown, stages=4, micro_batches=12, boundary_bytes=1e6).verdict()
+    assert pays
+    assert why.endswith("The whole model fits: 4 GB of 5 GB before any activations.")
+
+
 STAGES = [
     "--step", "2s", "--batch-size", "8", "--parameters", "1.3B", "--activations", "8GB", "--ranks", "16",
     "--link", "10Gb/s", "--stages", "4", "--boundary", "8MB",
