@@ -216,6 +216,7 @@ class State:
     # Arrays that are not in `arrays`. Names and order are equal on all ranks, which gather them one after the other.
     sharded: dict[str, ShardedArray] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()  # arrays that `load_state` is not given: ranks keep their parts of them
+    everywhere: bool = False  # True if each rank has all arrays, and loads them; else the root alone does
     # What this rank holds of arrays in `sharded`, and the ranks of `World.part_set` hold alike; for `SyncCheck`.
     part: Mapping[str, Any] = field(default_factory=dict)
 
@@ -227,7 +228,7 @@ class State:
         """Return a copy, with the whole of arrays in parts, in this rank's memory; a collective."""
         whole = {name: np.asarray(each.gather(True)) for name, each in self.sharded.items()}
         arrays = {name: np.array(each) for name, each in self.arrays.items()} | whole
-        return replace(self, arrays=arrays, sharded={}, part={})
+        return replace(self, arrays=arrays, sharded={}, part={}, everywhere=True)
 
     def digest(self, name: str) -> bytes:
         """Return the digest of the bits, type and shape of an array, or of one in `part`."""

@@ -133,7 +133,7 @@ class EarlyStopping(Callback):
         self._best_place, self._since, self._judged_at = state["place"], state["since"], state["judged_at"]
         if self._restore_best and "meta" in state:
             arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-            self._best_state = State(arrays, state["meta"])
+            self._best_state = State(arrays, state["meta"], everywhere=True)
         self._stop_if_exhausted()
 
     def _improves(self, value: float, place: str) -> bool:

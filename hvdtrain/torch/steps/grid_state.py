@@ -43,7 +43,7 @@ class GridState:
     """
 
     def __init__(self, grid: Any, model: nn.Module, optimizer: Callable[[], tuple[Any, Any]]) -> None:
-        self._grid, self._world, self._model, self._optimizer = grid, grid.world, model, optimizer
+        self._grid, self._world, self.model, self.optimizer = grid, grid.world, model, optimizer
         self._loaded: State | None = None
         self._metas: list[dict[str, Any]] = []  # of the stages
         self._entries: dict[str, _Entry] = {}
@@ -105,6 +105,10 @@ class GridState:
         """Return the parameters of each stage's optimizer, by group."""
         return [[len(group) for group in meta["layout"][1]] for meta in self._metas]
 
+    def number(self, index: int) -> int:
+        """Return the number that a parameter of this rank's optimizer has in the whole model's."""
+        return self._number(self._grid.stage, index)
+
     def _number(self, stage: int, index: int) -> int:
         """Return the number that a parameter of a stage's optimizer has in the whole model's optimizer.
 
@@ -162,7 +166,7 @@ class GridState:
     # And back
 
     def load(self, state: State) -> None:
-        """Check a state of the whole model, and keep it for `spread`; the optimizer's settings are loaded at once.
+        """Restore this rank's part of a state of the whole model; `start` gives the others what the root alone has.
 
         Raises:
             ValueError: names the first tensor that does not fit.
@@ -180,10 +184,15 @@ class GridState:
         here, there = self._meta()["layout"], state.meta["layout"]
         if here != there:
             raise ValueError(f"the optimizer is {there} in the checkpoint and {here} here")
-        groups = self._optimizer()[0].param_groups
+        groups = self.optimizer()[0].param_groups
         for group, saved_group in zip(groups, state.meta["groups"], strict=True):
             group.update(training_state.as_before(group, saved_group))
-        self._loaded = state
+        part = _Part(self, state.meta, keeps_optimizer=_keeps_optimizer(state))
+        for name in arrays:
+            if part.has(name):
+                part.put(name, arrays.take(name))
+        part.finish()
+        self._loaded = None if state.everywhere else state
 
     def start(self, own: Callable[[], State]) -> None:
         """Give all ranks what the root has loaded, and its optimizer's settings; a collective.
@@ -197,49 +206,79 @@ class GridState:
         if self._world.is_root and state is not None:
             arrays = host_arrays(state.arrays)
             described = [[name, [*arrays.kind(name).shape], arrays.kind(name).dtype.str] for name in arrays]
-            loaded = [described, {**state.meta, "groups": None}]
+            loaded = [described, {**state.meta, "groups": None}, _keeps_optimizer(state)]
         found = self._world.broadcast_object(loaded, name="grid.loaded")
         if found is not None:
             self._spread(state if self._world.is_root else None, *found)
         self._share_settings()
 
-    def _spread(self, state: State | None, described: Sequence[Any], meta: dict[str, Any]) -> None:
+    def _spread(self, state: State | None, described: Sequence[Any], meta: dict[str, Any], keeps: bool) -> None:
         """Send the root's arrays one by one; each rank keeps its parts of them."""
         arrays = None if state is None else host_arrays(state.arrays)
-        model = training_state.tensors(self._model)
-        optimizer, scaler = self._optimizer()
-        parameters = parameters_of(optimizer)
-        numbers = {self._number(self._grid.stage, index): index for index in range(len(parameters))}
-        types = meta.get("types", {})
-        entries: dict[int, dict[str, Any]] = {
-            numbers[int(index)]: dict(values) for index, values in meta["optimizer"].items() if int(index) in numbers
-        }
+        part = _Part(self, meta, keeps_optimizer=keeps)
         for name, shape, dtype in described:
             sent = np.zeros(shape, np.dtype(dtype)) if arrays is None else np.array(arrays[name], order="C")
             array = self._world.broadcast(sent, name="grid.spread")
-            file, _, key = name.partition(".")
-            if file == "model" and key in model:
-                tensor = model[key]
-                if divided.is_divided(tensor):
-                    with torch.no_grad():
-                        tensor.copy_(divided.like(torch.from_numpy(array).to(tensor.dtype), tensor))
-                else:
-                    dtypes.copy_array(tensor, array)
-            elif file == "optimizer":
-                index, _, entry = key.partition(".")
-                if int(index) in numbers:
-                    place = numbers[int(index)]
-                    _put(entries[place], entry, _value(array, parameters[place], types.get(key)))
-        training_state.load_entries(optimizer, entries)
-        if meta["scaler"]:
-            scaler.load_state_dict(meta["scaler"])
+            if part.has(name):
+                part.put(name, array)
+        part.finish()
 
     def _share_settings(self) -> None:
         """Give all ranks the settings of the root's parameter groups, such as a rate that it has loaded."""
-        groups = self._optimizer()[0].param_groups
+        groups = self.optimizer()[0].param_groups
         saved = [{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
         for group, values in zip(groups, self._world.broadcast_object(saved, name="grid.settings"), strict=True):
             group.update(training_state.as_before(group, values))
+
+
+class _Part:
+    """Puts arrays of the whole model's state into this rank's part."""
+
+    def __init__(self, state: GridState, meta: dict[str, Any], *, keeps_optimizer: bool) -> None:
+        self._model, (self._optimizer, self._scaler) = training_state.tensors(state.model), state.optimizer()
+        self._parameters = parameters_of(self._optimizer)
+        self._meta, self._keeps = meta, keeps_optimizer
+        # By the numbers in the whole model's optimizer.
+        self._own = {state.number(index): index for index in range(len(self._parameters))}
+        self._entries: dict[int, dict[str, Any]] = {
+            self._own[int(index)]: dict(values)
+            for index, values in meta["optimizer"].items()
+            if int(index) in self._own
+        }
+
+    def has(self, name: str) -> bool:
+        """Return whether an array is of this part."""
+        file, _, key = name.partition(".")
+        if file == "model":
+            return key in self._model
+        return file == "optimizer" and not self._keeps and int(key.partition(".")[0]) in self._own
+
+    def put(self, name: str, array: NDArray[Any]) -> None:
+        """Put a whole array; of a divided tensor this rank keeps its part."""
+        file, _, key = name.partition(".")
+        if file == "model" and divided.is_divided(tensor := self._model[key]):
+            with torch.no_grad():
+                tensor.copy_(divided.like(torch.from_numpy(array).to(tensor.dtype), tensor))
+        elif file == "model":
+            dtypes.copy_array(self._model[key], array)
+        else:
+            index, _, entry = key.partition(".")
+            place = self._own[int(index)]
+            value = _value(array, self._parameters[place], self._meta.get("types", {}).get(key))
+            _put(self._entries[place], entry, value)
+
+    def finish(self) -> None:
+        """Give the optimizer the state that was put, unless it keeps its own."""
+        if self._keeps:
+            return
+        training_state.load_entries(self._optimizer, self._entries)
+        if self._meta["scaler"]:
+            self._scaler.load_state_dict(self._meta["scaler"])
+
+
+def _keeps_optimizer(state: State) -> bool:
+    """Return whether a state has weights alone."""
+    return any(name.startswith("optimizer.") for name in state.elsewhere)
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hvdtrain
 import hvdtrain.torch
-from hvdtrain.callbacks import Callback, Checkpoint, SyncCheck
+from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping, SyncCheck
 from hvdtrain.distributed import world as worlds
 from hvdtrain.errors import DesyncError, HvdTrainError
 
@@ -253,6 +253,36 @@ def test_a_whole_models_weights_file_is_read_by_torch_alone(make_grid, shared_tm
     np.testing.assert_allclose(trainer.predict(x), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["1f1b", "shard"])
+def test_early_stopping_gives_each_part_its_best_weights_back(make_grid, kind):
+    def best(trainer, replicas):
+        stopping = EarlyStopping("val_loss", patience=0, restore_best=True)
+        history = fit(trainer, replicas=replicas, epochs=6, callbacks=[stopping])
+        assert len(history["val_loss"]) < 6
+        return trainer.state()
+
+    options = {"make": lambda net: optimizer_of(net, lr=1.0)}
+    with one_process():
+        state = best(trainer_of(model(), **options), 1)
+    grid, net = make_grid(kind)
+    assert_equal(best(trainer_of(net, **options), grid.data_size), state, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "shard"])
+def test_weights_alone_are_loaded_beside_the_optimizers_own_state(make_grid, shared_tmp_path, kind):
+    grid, net = make_grid(kind)
+    trainer = trainer_of(net)
+    fit(trainer, replicas=grid.data_size, epochs=1)
+    trainer.save(str(shared_tmp_path / "saved"))
+    saved = trainer.state()
+    other = KINDS[kind][1](model(), grid)
+    how = {"optimizer": adam_of(other), "loss": nn.CrossEntropyLoss()}
+    loaded = hvdtrain.Trainer.load(str(shared_tmp_path / "saved"), other, weights_only=True, **how)
+    found = {name: array for name, array in loaded.state().arrays.items() if name.startswith("model.")}
+    assert found
+    assert all(np.array_equal(array, saved.arrays[name]) for name, array in found.items())
+
+
 class StopError(Exception):
     """Ends a fit in the middle."""
 
@@ -347,6 +377,19 @@ def test_an_optimizer_of_one_stage_over_other_parameters_is_an_error_on_all(make
     grid, net = make_grid()
     with pytest.raises((ValueError, HvdTrainError), match="own parameters"):
         trainer_of(net, make=lambda net: optimizer_of(model() if grid.stage else net))
+
+
+def test_layers_made_on_the_meta_device_get_memory_on_the_ranks_of_their_stage(make_grid):
+    grid, _ = make_grid()
+    with torch.device("meta"):
+        stage = grid.pipeline(nn.Sequential(Embed(), Block(), Block(), Head()), micro_batches=3)
+    with pytest.raises((ValueError, HvdTrainError), match="give this rank's part values: stage.to_empty"):
+        trainer_of(stage)
+    stage.to_empty(device="cpu")
+    stage.load_state_dict({name: value for name, value in model().state_dict().items() if name in stage.state_dict()})
+    trainer = trainer_of(stage)
+    fit(trainer, replicas=grid.data_size)
+    assert_equal(trainer.state(), alone()[0])
 
 
 def test_a_stage_alone_computes_nothing(make_grid):
