@@ -47,6 +47,7 @@ class GridState:
         self._loaded: State | None = None
         self._metas: list[dict[str, Any]] = []  # of the stages
         self._entries: dict[str, _Entry] = {}
+        self._trained = frozenset[str]()
 
     # The whole of it
 
@@ -60,6 +61,7 @@ class GridState:
             HostArrays({}),
             self._meta(),
             per_rank=own.per_rank,
+            trained=self._trained,
             sharded=sharded,
             part=HostArrays(part, dtypes.to_array, dtypes.kind_on_host, digests.of_tensor),
         )
@@ -73,11 +75,13 @@ class GridState:
             "stage": grid.stage,
             "arrays": [[name, [*kind.shape], kind.dtype.str] for name, kind in kinds.items()],
             "meta": own.meta,
+            "trained": sorted(own.trained),
         }
         is_first = not (grid.replica or grid.shard or grid.tensor)
         everyones = self._world.allgather_object(mine if is_first else None, name="grid.state")
         stages = sorted((each for each in everyones if each is not None), key=lambda each: each["stage"])
         self._metas = [each["meta"] for each in stages]
+        self._trained = frozenset(name for each in stages for name in each["trained"])
         self._check_alike()
         found: dict[str, dict[str, _Entry]] = {"model": {}, "optimizer": {}}
         for each in stages:

@@ -283,6 +283,21 @@ def test_weights_alone_are_loaded_beside_the_optimizers_own_state(make_grid, sha
     assert all(np.array_equal(array, saved.arrays[name]) for name, array in found.items())
 
 
+def test_a_weight_of_the_last_stage_that_is_infinite_marks_the_checkpoint(make_grid, shared_tmp_path):
+    from hvdtrain.checkpoint import scan
+
+    grid, net = make_grid()
+    trainer = trainer_of(net)
+    found = []
+    for value in (1.0, float("inf")):
+        if grid.stage == 1:
+            with torch.no_grad():
+                next(net.parameters()).fill_(value)
+        trainer.save(str(shared_tmp_path / str(value)))
+        found.append(scan(str(shared_tmp_path / str(value))).finite)
+    assert found == [True, False]
+
+
 class StopError(Exception):
     """Ends a fit in the middle."""
 
