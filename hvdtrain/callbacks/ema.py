@@ -32,6 +32,7 @@ class EMA(Callback):
     Raises:
         ValueError: decay is not in [0, 1), or every is less than 1.
         TypeError: from `fit`, for a Keras model.
+        ValueError: from `fit`, if a Grid divides the model.
     """
 
     swaps_weights = True
@@ -51,6 +52,11 @@ class EMA(Callback):
             raise TypeError(
                 "EMA is for torch models. Received: a Keras model. Give its optimizer use_ema=True and "
                 "ema_momentum=..., and fit a keras.callbacks.SwapEMAWeights()."
+            )
+        if trainer.world.grid is not None:
+            raise ValueError(
+                "EMA keeps the averages of a whole model, and saves rank 0's. Received: a model that is divided by "
+                f"{trainer.world.grid}"
             )
         self._averages = frameworks.load("torch", "averaging").AveragedWeights(trainer.model)
         self._steps = 0

@@ -272,6 +272,11 @@ class Trainer:
         self._loop.state.settings.check(override)
         if balance is not None and self._cutoff is not None:
             raise ValueError(f"balance and cutoff cannot be combined. Received: balance={balance!r} and a cutoff")
+        if balance == "speed" and self.world.grid is not None:
+            raise ValueError(
+                "The ranks of a replica wait for each other in each step, so the speed of one is not known. Received: "
+                f"balance='speed' with {self.world.grid}. Give a number for each replica's data: balance=[3, 1]"
+            )
         self._adapter.class_weight = as_class_weight(class_weight)
 
         run_folder = self._run_folder if run_dir == "auto" else None if run_dir is None else RunFolder(run_dir)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hvdtrain
 import hvdtrain.torch
-from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping, SyncCheck
+from hvdtrain.callbacks import EMA, Callback, Checkpoint, EarlyStopping, SyncCheck
 from hvdtrain.distributed import world as worlds
 from hvdtrain.errors import DesyncError, HvdTrainError
 
@@ -373,6 +373,14 @@ REFUSALS = {
     "Received: shard='optimizer'": ("1f1b", lambda net, grid: trainer_of(net, shard="optimizer")),
     "Received: compression='fp16'": ("shard", lambda net, grid: trainer_of(net, compression="fp16")),
     "takes its steps in every rank": ("1f1b", lambda net, grid: trainer_of(net, sync=hvdtrain.Delayed())),
+    "the speed of one is not known": (
+        "1f1b",
+        lambda net, grid: fit(trainer_of(net), replicas=grid.data_size, balance="speed"),
+    ),
+    "EMA keeps the averages of a whole model": (
+        "shard",
+        lambda net, grid: fit(trainer_of(net), replicas=grid.data_size, callbacks=[EMA()]),
+    ),
     "stages compute layer by layer": (
         "1f1b",
         lambda net, grid: hvdtrain.Trainer(net, optimizer=optimizer_of(net), step=lambda model, batch: None),
