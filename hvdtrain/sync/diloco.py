@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hvdtrain.adapter import Adapter, Need, Needs, Options
+from hvdtrain.distributed.data_ranks import PartRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.sync.periodic import Period, Periodic
 from hvdtrain.sync.strategy import Strategy, check_count, describe_period
@@ -80,9 +81,10 @@ class DiLoCo(Strategy):
 
     def synchronizer(self, adapter: Adapter, options: Options, world: World) -> Synchronizer:
         """Return what takes outer steps every so many steps; ValueError on one rank."""
-        if world.size == 1:
+        if PartRanks(world).size == 1:
+            on = "one rank" if world.grid is None else f"one replica of {world.grid}"
             raise ValueError(
-                f"DiLoCo averages over ranks. Received: sync={self} on one rank. Launch with `horovodrun -np N python "
+                f"DiLoCo averages over ranks. Received: sync={self} on {on}. Launch with `horovodrun -np N python "
                 "script.py`, or use sync=None."
             )
         return Periodic(adapter, self._period, options, world)

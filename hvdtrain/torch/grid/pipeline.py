@@ -34,8 +34,8 @@ class Stage(nn.Module):
         grid: the Grid.
         micro_batches: how many parts of a batch go through the stages one after the other.
         schedule: "1f1b" or "gpipe".
-        layers: the names of the layers of each stage.
-        kinds: how many layers of each class the whole model has.
+        layer_names: the names of the layers of each stage.
+        layer_kinds: how many layers of each class the whole model has.
         within: returns a context, such as autocast's, in which the layers compute; it gets the number of samples.
     """
 
@@ -47,19 +47,21 @@ class Stage(nn.Module):
             raise ValueError(f"schedule must be {' or '.join(map(repr, SCHEDULES))}. Received: schedule={schedule!r}")
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
             raise ValueError(f"micro_batches must be an int >= 1. Received: micro_batches={micro_batches!r}")
-        self.layers = split.split(layers, grid.stages, at)
-        self.kinds = Counter(map(type, layers.values()))
-        for name in self.layers[grid.stage]:
-            self.add_module(name, layers[name])
+        self.layer_names = split.split(layers, grid.stages, at)
+        self.layer_kinds = Counter(map(type, layers.values()))
         self.grid, self.micro_batches, self.schedule = grid, micro_batches, schedule
         self.within: Within = lambda samples: nullcontext()
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._is_running = False
         self._loss_of: Callable[[Any, Tensor], Tensor] | None = None
+        if taken := [name for name in layers if hasattr(self, name)]:
+            raise ValueError(f"A stage has an attribute of this name already: rename the layer. Received: {taken[0]!r}")
+        for name in self.layer_names[grid.stage]:
+            self.add_module(name, layers[name])
 
     def describe(self) -> str:
         """Return a log line on the stages."""
-        ends = [part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in self.layers]
+        ends = [part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in self.layer_names]
         stages = ", ".join(f"{number}: {part}" for number, part in enumerate(ends))
         idle = (self.grid.stages - 1) / (self.micro_batches + self.grid.stages - 1)
         how = f"{self.micro_batches} micro-batches, {self.schedule}; a stage waits for {100 * idle:.0f} % of a step"
@@ -227,8 +229,8 @@ class Stage(nn.Module):
         kinds = ", ".join(type(each).__name__ for each in sent)
         raise TypeError(
             "Between stages go tensors, or tuples of them. Received: "
-            f"{kinds} from {self.layers[self.grid.stage][-1]}, the last layer of stage {self.grid.stage}. Divide the "
-            "model at another layer, by at="
+            f"{kinds} from {self.layer_names[self.grid.stage][-1]}, the last layer of stage {self.grid.stage}. Divide "
+            "the model at another layer, by at="
         )
 
     @contextmanager

@@ -214,7 +214,7 @@ def _asked(parent: nn.Module, prefix: str, rule: Callable[[Any], Any]) -> dict[s
 
 def _kinds(parent: nn.Module) -> Counter[type] | None:
     """Return the numbers of the layers of a whole nn.Sequential by class, of which `parent` is a stage; else None."""
-    return getattr(parent, "kinds", None) if hasattr(parent, "micro_batches") else None
+    return getattr(parent, "layer_kinds", None)
 
 
 def _members(parent: nn.Module, prefix: str, *, every: bool) -> dict[str, nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -380,6 +381,11 @@ REFUSALS = {
     "EMA keeps the averages of a whole model": (
         "shard",
         lambda net, grid: fit(trainer_of(net), replicas=grid.data_size, callbacks=[EMA()]),
+    ),
+    "on one replica of": ("shard", lambda net, grid: trainer_of(net, sync=hvdtrain.DiLoCo(every=2))),
+    "rename the layer. Received: 'outputs'": (
+        "shard",
+        lambda net, grid: grid.pipeline(nn.Sequential(OrderedDict(outputs=nn.Linear(1, 1))), micro_batches=1),
     ),
     "stages compute layer by layer": (
         "1f1b",
