@@ -182,6 +182,12 @@ ROWS = (
         ),
     ),
     Row(
+        "Connect to torch.distributed of a job whose Grid divides a model",
+        "torch's own store listens on every interface, and takes whoever connects",
+        "it runs on the job's Horovod, and opens no port",
+        _of("test_sockets", "torch_distributed_on_the_jobs_horovod_opens_no_socket_that_others_reach"),
+    ),
+    Row(
         "Connect to plain `python train.py`",
         "MPI's daemon listened on every interface",
         "no socket is open",

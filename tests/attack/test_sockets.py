@@ -25,6 +25,17 @@ hvd.init()
 pathlib.Path(sys.argv[1], f"rank-{hvd.rank()}").touch()
 time.sleep(100)
 """
+GRID = """
+import pathlib, sys, time
+import torch, torch.distributed as dist
+import hvdtrain, hvdtrain.torch
+world = hvdtrain.init()
+grid = hvdtrain.torch.Grid(stages=2)
+dist.all_reduce(torch.ones(2))
+dist.barrier(grid.group("stage"))
+pathlib.Path(sys.argv[1], f"rank-{world.rank}").touch()
+time.sleep(100)
+"""
 HVDTRAIN = "import sys; from hvdtrain.cli.program import main; sys.argv[0] = 'hvdtrain'; main()"
 COMMANDS = {
     "horovodrun": ["-m", "horovod.runner.launch", "-np", "2", "--mpi"],
@@ -151,6 +162,19 @@ def test_a_job_of_one_host_listens_on_loopback_alone_whatever_its_environments_p
     wait_for(process, tmp_path / "rank-0", tmp_path / "rank-1")
     found = sockets.network(sockets.marked(str(tmp_path)))
     assert found, "mpirun listens"
+    assert found <= LOOPBACK
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "gloo"])
+def test_torch_distributed_on_the_jobs_horovod_opens_no_socket_that_others_reach(
+    command: str, start: Start, tmp_path: Path
+) -> None:
+    words = COMMANDS.get(command, ["-m", "horovod.runner.launch", "-np", "2", "--gloo"])
+    (tmp_path / "train.py").write_text(GRID)
+    process = start(Path(sys.executable), *words, sys.executable, "train.py", str(tmp_path))
+    wait_for(process, tmp_path / "rank-0", tmp_path / "rank-1")
+    found = sockets.network(sockets.marked(str(tmp_path)))
+    assert found, "the launcher listens"
     assert found <= LOOPBACK
 
 
