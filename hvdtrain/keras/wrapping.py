@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.distributed.world import refuse_grid
 from hvdtrain.keras import basics
 from hvdtrain.keras.memory import measure_script
 from hvdtrain.keras.optimizer import DistributedMixin, distributed_part
@@ -62,6 +63,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             step. On every rank, call `consolidate_state_dict()` before the model is saved. For Keras's SGD, Adam,
             AdamW and others whose update of a number depends on that number alone.
     """
+    # On its torch backend Keras would also take torch.distributed for a reason to average by DistributedDataParallel.
+    refuse_grid("Keras's DistributedOptimizer", "Train a Keras model in a job without a Grid")
     optimizer = _plain(optimizer)
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step must be >= 1. Received: {backward_passes_per_step}")
