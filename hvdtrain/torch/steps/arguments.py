@@ -181,6 +181,9 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         f"compression={options.compression!r}": options.compression != "none"
         and any(map(divided.is_divided, model.parameters()))
         and "parts of divided weights are averaged as they are",
+        "precision='fp16'": options.precision == "fp16"
+        and len(set(map(divided.is_divided, model.parameters()))) > 1
+        and "torch's loss scaling takes weights that are all divided, or all whole: use precision='bf16'",
         "cutoff": options.cutoff and "stages wait for each other in every step",
         "SyncBatchNorm": has_norm
         and (grid.stages > 1 or grid.tensors > 1)

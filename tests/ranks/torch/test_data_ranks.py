@@ -11,9 +11,9 @@ from hvdtrain.distributed import world as worlds
 @pytest.fixture
 def apart(hvd, world):
     sets = [hvd.add_process_set([rank]) for rank in range(world.size)]
-    world.data_set = sets[world.rank]
+    world.data_set = world.part_set = sets[world.rank]
     yield world
-    del world.data_set
+    del world.data_set, world.part_set
     for each in sets:
         hvd.remove_process_set(each)
 

@@ -222,6 +222,17 @@ def test_stages_in_mixed_precision_equal_one_process_with_the_same_micro_batches
     assert_equal(trainer.state(), state, atol=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "precision"), [("shard", "bf16"), ("shard", "fp16"), ("tensor", "bf16")])
+def test_divided_weights_in_mixed_precision_are_near_one_process(make_grid, kind, precision):
+    options = {"precision": precision, "clip_norm": 0.5}
+    state, history, _ = alone(**options)
+    grid, net = make_grid(kind)
+    trainer = trainer_of(net, **options)
+    found = fit(trainer, replicas=grid.data_size)
+    assert found["val_loss"] == pytest.approx(history["val_loss"], rel=1e-3)
+    assert_equal(trainer.state(), state, atol=2e-3)  # ranks round other sums
+
+
 @pytest.mark.parametrize("kind", ["1f1b", "shard", pytest.param("stages of tensors", marks=FOUR)])
 def test_a_checkpoint_of_a_grid_is_one_of_a_single_process_and_back(make_grid, shared_tmp_path, world, kind):
     state, _, _ = alone(make=adam_of, epochs=3)
@@ -387,6 +398,7 @@ REFUSALS = {
         "shard",
         lambda net, grid: grid.pipeline(nn.Sequential(OrderedDict(outputs=nn.Linear(1, 1))), micro_batches=1),
     ),
+    "all divided, or all whole": ("tensor", lambda net, grid: trainer_of(net, precision="fp16")),
     "stages compute layer by layer": (
         "1f1b",
         lambda net, grid: hvdtrain.Trainer(net, optimizer=optimizer_of(net), step=lambda model, batch: None),
