@@ -36,6 +36,8 @@ _LONGEST = 400  # bytes of one of these texts
 _END_BYTES = 2**19
 _WAITED = "has waited too long for others"
 # What a rank prints about its end: see `distributed.watchdog`.
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # the line of a traceback that names it
+_TORN_LINES = 3  # after the first one that is not indented
 _SAID = re.compile(
     r"rank (\d+) \(host ([^)]*)\)(?:(?P<error> failed after \d+ steps:)"
     r"|(?P<followed>: ended because |: ended after the stall |: the same )|(?P<idle> has been in no collective for )"
@@ -163,7 +165,11 @@ def traceback_in(lines: Sequence[str]) -> str:
     """Return the first traceback in a rank's output, "" if there is none."""
     after = [*dropwhile(lambda line: not line.startswith("Traceback (most recent call last)"), lines)]
     inside = [*takewhile(lambda line: not line.strip() or line.startswith((" ", "\t")), after[1:])]
-    return "\n".join(after[: len(inside) + 2]).rstrip()
+    end = len(inside) + 2
+    # A launcher's own line, written into one of the rank's, leaves the rest of that without its spaces.
+    closing = after[end - 1 : end - 1 + _TORN_LINES]
+    torn = next((number for number, line in enumerate(closing) if _EXCEPTION.match(line)), 0)
+    return "\n".join(after[: end + torn]).rstrip()
 
 
 def said_by_ranks(output: str) -> Said:

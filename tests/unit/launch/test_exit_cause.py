@@ -280,3 +280,17 @@ def test_two_errors_of_memory_are_the_same_whatever_the_rank_held_then() -> None
     assert first.name == "OutOfMemoryError"
     assert first.last_line == "torch.OutOfMemoryError: CUDA out of memory."
     assert first.is_like(second)
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        (["    raise ValueError('boom')", "ValueError: boom"], "ValueError: boom"),
+        (["    --------", "raise ValueError('boom')", "ValueError: boom", "after: it"], "ValueError: boom"),
+        (["    raise KeyboardInterrupt", "KeyboardInterrupt", "after: it"], "KeyboardInterrupt"),
+        (["    raise X", "what is no exception at all"], "what is no exception at all"),
+    ],
+)
+def test_a_traceback_ends_with_its_exception_also_where_a_launcher_wrote_into_a_line(between, expected):
+    lines = ["before", "Traceback (most recent call last):", '  File "train.py", line 1, in <module>', *between]
+    assert exit_cause.traceback_in(lines).splitlines()[-1] == expected
