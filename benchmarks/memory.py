@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,22 +136,41 @@ def train(kind: str, model_name: str) -> None:
     reset_peak()
     before = resident("VmRSS")
     ends = (train_peer if kind in PEERS else train_ours)(kind, *MODELS[model_name]())
-    took = [after - first for first, after in itertools.pairwise(ends)][SKIPPED:]
+    print_facts(ends[SKIPPED:], before)
+
+
+def print_facts(ends: Sequence[float], before: float) -> None:
+    """Print this rank's memory, less that `before`, and the median time between the `ends` of steps, for `run_job`."""
+    took = [after - first for first, after in itertools.pairwise(ends)]
     print(_FACTS + json.dumps({"mib": resident("VmHWM") - before, "ms": 1000 * statistics.median(took)}), flush=True)
 
 
 def measure(kind: str, model: str, size: int) -> dict[str, float]:
     """Return the facts of one job: those of its largest and of its slowest rank."""
-    command = [sys.executable, "-m", "benchmarks.memory", "--train", kind, "--model", model]
-    if kind in PEERS:
-        start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--no-python"]
-    else:
-        start = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(size)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = ["benchmarks.memory", "--train", kind, "--model", model]
+    return run_job(words, size, launcher="torchrun" if kind in PEERS else "horovodrun")
+
+
+def run_job(words: Sequence[str], size: int, *, launcher: str, **variables: str) -> dict[str, float]:
+    """Return the facts that ranks print as `print_facts` does: those of the largest and of the slowest rank.
+
+    Args:
+        words: a module and its arguments.
+        size: ranks.
+        launcher: "torchrun", "horovodrun", or "" for one process without any.
+        variables: of the environment.
+    """
+    command = [sys.executable, "-m", *words]
+    start = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--no-python"],
+        "horovodrun": [str(Path(sys.executable).with_name("horovodrun")), "-np", str(size)],
+        "": [],
+    }[launcher]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     run = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, timeout=1200)
     facts = [json.loads(found) for found in re.findall(_FACTS + r"(\{.*?\})", run.stdout)]  # two may share a line
     if len(facts) != size:
-        raise RuntimeError(f"{kind}, {model}, {size} ranks: {run.stdout[-2000:]}{run.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(words)}, {size} ranks: {run.stdout[-2000:]}{run.stderr[-2000:]}")
     return {name: max(each[name] for each in facts) for name in ("mib", "ms")}
 
 

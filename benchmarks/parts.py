@@ -12,25 +12,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
-import json
-import os
-import re
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.memory import reset_peak, resident
+from benchmarks.memory import print_facts, reset_peak, resident, run_job
 
 STEPS, SKIPPED = 8, 3
 WIDTH, LAYERS, LENGTH, BATCH = 768, 14, 16, 8
 MICRO_BATCHES = (2, 4, 8)
 PIPELINES = [f"{kind}, M={count}" for count in MICRO_BATCHES for kind in ("torch pipelining", "Grid(stages=2)")]
 KINDS = ["one process", "FSDP2", "Grid(shard=2)", *PIPELINES]
-_FACTS = "facts of a rank: "
 
 
 def make_model() -> Any:
@@ -144,28 +136,17 @@ def train(kind: str) -> None:
 
     before = resident("VmRSS")
     ends = (train_ours if is_ours else train_torchs)(kind)
-    took = [after - first for first, after in itertools.pairwise(ends)][SKIPPED:]
-    print(_FACTS + json.dumps({"mib": resident("VmHWM") - before, "ms": 1000 * statistics.median(took)}), flush=True)
+    print_facts(ends[SKIPPED:], before)
 
 
 def measure(kind: str) -> dict[str, float]:
     """Return the facts of two jobs: of the largest rank of one, and of the slowest of the other."""
+    words, size, launcher = ["benchmarks.parts", "--train", kind], 2, "horovodrun" if "Grid" in kind else "torchrun"
+    if kind == "one process":
+        size, launcher = 1, ""
     returns = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    return {"mib": _run(kind, returns)["mib"], "ms": _run(kind, {})["ms"]}
-
-
-def _run(kind: str, variables: dict[str, str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.parts", "--train", kind]
-    size = 1 if kind == "one process" else 2
-    start = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2"] if "Grid" in kind else []
-    if not start and size == 2:
-        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | variables
-    run = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, timeout=1200)
-    facts = [json.loads(found) for found in re.findall(_FACTS + r"(\{.*?\})", run.stdout)]  # two may share a line
-    if len(facts) != size:
-        raise RuntimeError(f"{kind}: {run.stdout[-2000:]}{run.stderr[-2000:]}")
-    return {name: max(each[name] for each in facts) for name in ("mib", "ms")}
+    mib = run_job(words, size, launcher=launcher, **returns)["mib"]
+    return {"mib": mib, "ms": run_job(words, size, launcher=launcher)["ms"]}
 
 
 def main() -> None:

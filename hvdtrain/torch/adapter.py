@@ -107,10 +107,11 @@ class TorchAdapter:
         named = named_metrics(metrics, loss)
         split = DataRanks(world).size > 1 or options.accumulate > 1 or options.micro_batch is not None or options.cutoff
         self._loss_check = LossCheck(loss, world, split=split)
+        by_loss = LossStep(model, loss, self._to_device, world.rank, self._loss_check)
         self._stages: Any = None  # computes a pipeline
         if world.grid is not None and world.grid.stages > 1:
-            self._stages = self._make_stages(model, loss)
-        self._step: LossStep | OwnStep = LossStep(model, loss, self._to_device, world.rank, self._loss_check)
+            self._stages = self._make_stages(model, by_loss)
+        self._step: LossStep | OwnStep = by_loss
         if step is not None:
             kind = YieldingStep if several else OwnStep
             self._step = kind(given, step, self._to_device, world.rank, has_metrics=bool(named))
@@ -264,13 +265,12 @@ class TorchAdapter:
         optimizer = self._update.optimizer
         hvd.broadcast_optimizer_state(optimizer, root_rank=grid.part_root, process_set=grid.process_set)
 
-    def _make_stages(self, stage: Any, loss: Any) -> Any:
+    def _make_stages(self, stage: Any, step: LossStep) -> Any:
         """Return what computes the stages of a pipeline; imported here, because torch's schedules take a while."""
         from hvdtrain.torch.steps.stage_step import StageStep
 
         stage.within = self._within_stage
-        check = self._loss_check
-        return StageStep(stage, loss, self._to_device, self._world.rank, check, lambda *each: self._totals.add(*each))
+        return StageStep(stage, step, self._to_device, self._world.rank, lambda *each: self._totals.add(*each))
 
     @contextmanager
     def _within_stage(self, samples: int) -> Iterator[None]:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hvdtrain.distributed import launch_environment, watchdog
 from hvdtrain.distributed.world import init
@@ -22,7 +21,8 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import groups
 from hvdtrain.torch.grid.layout import AXES, Layout
 from hvdtrain.torch.grid.pipeline import Stage
-from hvdtrain.torch.ops import engine, gather_ops, reduce_ops
+from hvdtrain.torch.ops import divided, pack, reduce_ops
+from hvdtrain.torch.ops.functions import broadcast_parameters
 
 log = logging.getLogger("hvdtrain")
 _WITHIN = ("stage", "shard", "tensor")  # the axes within a replica
@@ -152,15 +152,9 @@ class Grid:
         """Overwrite the parameters and buffers of this rank's part with those of the first replica. A collective."""
         if self.replicas == 1:
             return
-        root = self.part_root
         held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-        how = {"root_rank": root, "process_set": self.process_set}
-        handles = [
-            gather_ops.broadcast_async_(_local(value).detach(), name=f"grid.parameter.{name}", **how)
-            for name, value in held.items()
-        ]
-        for handle in handles:
-            engine.synchronize(handle)
+        tensors = {name: divided.local(value).detach() for name, value in held.items()}
+        broadcast_parameters(tensors, self.part_root, self.process_set)
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace the gradients by their mean over replicas, between backward and step. A collective.
@@ -182,7 +176,7 @@ class Grid:
                 parameter.grad = torch.zeros_like(parameter)
         by_dtype: defaultdict[Any, list[Tensor]] = defaultdict(list)
         for parameter in used:
-            by_dtype[parameter.dtype].append(_local(parameter.grad))  # type: ignore[arg-type]
+            by_dtype[parameter.dtype].append(divided.local(parameter.grad))
         for dtype, gradients in by_dtype.items():
             reduce_ops.grouped_allreduce_(gradients, name=f"grid.gradients.{dtype}", process_set=self.process_set)
 
@@ -204,7 +198,8 @@ class Grid:
         As `torch.nn.utils.clip_grad_norm_`, over the parts of all stages and shards. Call it after `average_gradients`.
         """
         gradients = [each.grad for each in parameters if each.grad is not None]
-        square = float(sum(_norm(part) ** 2 for part in _alike(gradients)))
+        by_mesh = pack.alike(gradients, lambda each: getattr(each, "device_mesh", None))
+        square = float(sum(_norm(part) ** 2 for part in by_mesh))
         if self.stages > 1:
             how = {"name": "grid.norm", "process_set": self.stages_set}
             square = float(self.world.allreduce(np.array([square]), **how)[0])
@@ -260,20 +255,6 @@ def _groups(layout: Layout) -> set[tuple[int, ...]]:
     return found
 
 
-def _local(value: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that torch has divided; other tensors as they are."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Return the gradients by how torch has divided them: a norm is taken of tensors on one mesh."""
-    kinds: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        kinds[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
-    return list(kinds.values())
-
-
 def _norm(gradients: list[Tensor]) -> float:
     """Return the norm of tensors on one mesh, of all their parts."""
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return float(divided.whole(torch.nn.utils.get_total_norm(gradients)))

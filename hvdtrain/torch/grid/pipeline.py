@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import split
-from hvdtrain.torch.ops.functions import broadcast_object
-from hvdtrain.torch.ops.gather_ops import broadcast_async_
+from hvdtrain.torch.ops import pack
+from hvdtrain.torch.ops.functions import broadcast_object, broadcast_parameters
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 _KEPT = 8  # schedules, each for micro-batches of one shape: they hold buffers for what they receive
@@ -116,7 +116,7 @@ class Stage(nn.Module):
 
         Micro-batches of one size go through the stages together.
         """
-        for members in _alike(inputs).values():
+        for members in _of_one_shape(inputs):
             self._loss_of = lambda outputs, index, members=members: loss_of(outputs, members[int(index)])
             try:
                 self._go(torch.cat([inputs[index] for index in members]), len(members), trains=True)
@@ -130,7 +130,7 @@ class Stage(nn.Module):
         rows = self._rows(len(inputs))
         found: dict[int, Any] = {}
         parts = [inputs[each] for each in rows]
-        for members in _alike(parts).values():
+        for members in _of_one_shape(parts):
             merged = self._go(torch.cat([parts[index] for index in members]), len(members), trains=False)
             if self.is_last:
                 length = len(parts[members[0]])
@@ -148,8 +148,7 @@ class Stage(nn.Module):
         if not self.is_last:
             tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in kinds]
         tensors = [each.contiguous() for each in tensors]
-        for handle in [broadcast_async_(t, root, f"grid.output.{i}", group) for i, t in enumerate(tensors)]:
-            handle.wait()
+        broadcast_parameters([(f"grid.output.{index}", each) for index, each in enumerate(tensors)], root, group)
         return tuple(tensors) if several else tensors[0]
 
     def _rows(self, count: int) -> list[slice]:
@@ -258,12 +257,9 @@ class _Computed(nn.Module):
             return stage(*inputs)
 
 
-def _alike(inputs: Sequence[Tensor]) -> dict[Any, list[int]]:
-    """Return the numbers of the inputs of one shape, in order."""
-    found: defaultdict[Any, list[int]] = defaultdict(list)
-    for index, each in enumerate(inputs):
-        found[tuple(each.shape)].append(index)
-    return dict(found)
+def _of_one_shape(inputs: Sequence[Tensor]) -> list[list[int]]:
+    """Return the numbers of the inputs of each shape, in order."""
+    return pack.alike(range(len(inputs)), lambda index: inputs[index].shape)
 
 
 def _like(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, *, device: torch.device) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -31,8 +30,3 @@ def like(tensor: Tensor, divided: Any) -> Any:
 
     placed = tensor.to(divided.to_local().device)
     return distribute_tensor(placed, divided.device_mesh, divided.placements, src_data_rank=None)
-
-
-def same_shape(tensor: Any, other: Tensor) -> bool:
-    """Return whether tensors are of one shape and could be divided alike."""
-    return isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == tuple(other.shape)

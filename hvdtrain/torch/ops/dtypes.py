@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvdtrain.checkpoint import Kind
-from hvdtrain.torch.ops import names
+from hvdtrain.torch.ops import divided, names
 
 
 def _known(*wanted: str) -> list[torch.dtype]:
@@ -58,10 +58,10 @@ def check(model: nn.Module, *, precision: str = "fp32", may_be_divided: bool = F
             )
 
 
-def refuse_divided(named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_divided(named: Iterable[tuple[str, Any]]) -> None:
     """Raise ValueError for a tensor that torch has divided over ranks (DTensor); names it."""
     for name, tensor in named:
-        if hasattr(tensor, "device_mesh"):
+        if divided.is_divided(tensor):
             raise ValueError(
                 f"torch has divided {name} over {tensor.device_mesh}, and each rank has a part. Divide it over the "
                 "mesh of a hvdtrain.torch.Grid, and give it to the Trainer, or step with the plain optimizer after "

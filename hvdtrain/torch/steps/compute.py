@@ -55,9 +55,7 @@ class LossStep:
             inputs, targets = self._to_device(batch.inputs), self._to_device(batch.targets)
             outputs = self._model(inputs)
             targets = self._beside(outputs, targets)
-            if not self._checked:
-                check_shapes(self._loss, outputs, targets, rank=self._rank)
-            loss: torch.Tensor = self._loss(outputs, targets)
+            loss = self._compute(outputs, targets)
         except Exception as error:
             is_pair = batch.targets is not None and hasattr(batch.inputs, "shape")
             if self._checked or is_pair or is_out_of_memory(error):
@@ -68,6 +66,20 @@ class LossStep:
                 f"{describe(batch.item)} on rank {self._rank}. Give the Trainer a step of your own instead of "
                 f"loss=.{_example(batch.item)}"
             ) from error
+        return self._seen(outputs, targets, loss, batch)
+
+    def of_outputs(self, outputs: Any, batch: Batch) -> Loss:
+        """Return the loss of a batch whose outputs are known, those of a pipeline's last stage."""
+        targets = self._to_device(batch.targets)
+        return self._seen(outputs, targets, self._compute(outputs, targets), batch)
+
+    def _compute(self, outputs: Any, targets: Any) -> torch.Tensor:
+        if not self._checked:
+            check_shapes(self._loss, outputs, targets, rank=self._rank)
+        loss: torch.Tensor = self._loss(outputs, targets)
+        return loss
+
+    def _seen(self, outputs: Any, targets: Any, loss: torch.Tensor, batch: Batch) -> Loss:
         self._checked = True
         self._check.see(outputs, targets, loss, batch.local_count)
         return Loss(loss.mean() if loss.dim() else loss, outputs=outputs, targets=targets)

@@ -69,11 +69,10 @@ class GridState:
     def _learn(self, own: State) -> None:
         """Learn the names and kinds of the arrays of all stages; a collective."""
         arrays, grid = host_arrays(own.arrays), self._grid
-        kinds = {name: arrays.kind(name) for name in arrays}
         mine = {
             "rank": self._world.rank,
             "stage": grid.stage,
-            "arrays": [[name, [*kind.shape], kind.dtype.str] for name, kind in kinds.items()],
+            "arrays": _described(arrays),
             "meta": own.meta,
             "trained": sorted(own.trained),
         }
@@ -208,9 +207,7 @@ class GridState:
         state, self._loaded = self._loaded, None
         loaded: list[Any] | None = None
         if self._world.is_root and state is not None:
-            arrays = host_arrays(state.arrays)
-            described = [[name, [*arrays.kind(name).shape], arrays.kind(name).dtype.str] for name in arrays]
-            loaded = [described, {**state.meta, "groups": None}, _keeps_optimizer(state)]
+            loaded = [_described(host_arrays(state.arrays)), {**state.meta, "groups": None}, _keeps_optimizer(state)]
         found = self._world.broadcast_object(loaded, name="grid.loaded")
         if found is not None:
             self._spread(state if self._world.is_root else None, *found)
@@ -280,6 +277,12 @@ class _Part:
             self._scaler.load_state_dict(self._meta["scaler"])
 
 
+def _described(arrays: HostArrays) -> list[Any]:
+    """Return name, shape and type of each array, as JSON."""
+    kinds = {name: arrays.kind(name) for name in arrays}
+    return [[name, [*kind.shape], kind.dtype.str] for name, kind in kinds.items()]
+
+
 def _keeps_optimizer(state: State) -> bool:
     """Return whether a state has weights alone."""
     return any(name.startswith("optimizer.") for name in state.elsewhere)
@@ -296,7 +299,7 @@ def _value(array: NDArray[Any], parameter: torch.Tensor, dtype: str | None) -> t
         value = value.to(getattr(torch, dtype))
     elif value.dim():
         value = value.to(parameter.dtype)
-    if value.dim() and divided.same_shape(value, parameter):
+    if value.dim() and value.shape == parameter.shape:
         value = divided.like(value, parameter)
     return value
 

@@ -12,9 +12,7 @@ from hvdtrain.data.sources import Batch
 from hvdtrain.torch.grid.pipeline import Stage
 from hvdtrain.torch.ops.functions import broadcast_object
 from hvdtrain.torch.reduction.loss_weights import Counted, LossWeights
-from hvdtrain.torch.steps.compute import ToDevice
-from hvdtrain.torch.steps.loss_check import LossCheck
-from hvdtrain.torch.steps.losses import check_shapes
+from hvdtrain.torch.steps.compute import LossStep, ToDevice
 
 Add = Callable[[Any, Any, torch.Tensor, Counted], None]  # to the metrics: outputs, targets, loss, what counts
 
@@ -24,15 +22,13 @@ class StageStep:
 
     Args:
         stage: this rank's.
-        loss: called on the last stage.
+        step: computes the loss, on the last stage.
         to_device: moves a batch's arrays.
-        check: of the loss.
         add: adds a batch to the metrics.
     """
 
-    def __init__(self, stage: Stage, loss: Any, to_device: ToDevice, rank: int, check: LossCheck, add: Add) -> None:
-        self._stage, self._loss, self._to_device, self._rank = stage, loss, to_device, rank
-        self._check, self._add, self._checked = check, add, False
+    def __init__(self, stage: Stage, step: LossStep, to_device: ToDevice, rank: int, add: Add) -> None:
+        self._stage, self._step, self._to_device, self._rank, self._add = stage, step, to_device, rank, add
 
     def train(self, batches: Sequence[Batch], weights: LossWeights, scaled: Callable[..., torch.Tensor]) -> None:
         """Add the gradients of micro-batches, each by its weight, and count them in the metrics.
@@ -97,11 +93,4 @@ class StageStep:
                 f"sample_weight, on rank {self._rank}"
             )
         with self._stage.within(batch.local_count):
-            targets = self._to_device(batch.targets)
-            if not self._checked:
-                check_shapes(self._loss, outputs, targets, rank=self._rank)
-                self._checked = True
-            loss: torch.Tensor = self._loss(outputs, targets)
-            self._check.see(outputs, targets, loss, batch.local_count)
-            mean = loss.mean() if loss.dim() else loss
-        return Loss(mean, outputs=outputs, targets=targets)
+            return self._step.of_outputs(outputs, batch)

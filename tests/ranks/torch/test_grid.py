@@ -10,43 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from grid_kit import PLAN, TOKENS, WIDTH, Block
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 import hvdtrain
 import hvdtrain.torch
 from hvdtrain.errors import HvdTrainError
 
 pytestmark = pytest.mark.world_size(2, 4)
-WIDTH, HEAD, TOKENS = 16, 4, 3
 # Under their newer names, of torch 2.13.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-class Block(nn.Module):
-    """A transformer's block: attention and an MLP, each behind a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        # heads: (batch, heads of this rank, tokens, HEAD)
-        normed = self.norms[0](x)
-        heads = [part(normed).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v)]
-        x = x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-PLAN = {name: ColwiseParallel() for name in ("q", "k", "v", "up")} | {
-    name: RowwiseParallel() for name in ("out", "down")
-}
 
 
 def model():

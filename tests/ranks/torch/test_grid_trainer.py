@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from grid_kit import PLAN, TOKENS, WIDTH, Block
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 import hvdtrain
 import hvdtrain.torch
@@ -21,7 +22,7 @@ from hvdtrain.distributed import world as worlds
 from hvdtrain.errors import DesyncError, HvdTrainError
 
 pytestmark = pytest.mark.world_size(2)
-WIDTH, HEAD, TOKENS, CLASSES = 16, 4, 3, 5
+CLASSES = 5
 BATCH, SAMPLES = 12, 101  # of one process; the last step of an epoch has 5 samples
 
 
@@ -33,22 +34,6 @@ class Embed(nn.Module):
 
     def forward(self, ids):
         return self.tokens(ids) + self.places
-
-
-class Block(nn.Module):
-    """A transformer's block: attention and an MLP, each behind a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        normed = self.norms[0](x)
-        heads = [part(normed).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v)]
-        x = x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
 class Head(nn.Module):
@@ -71,11 +56,6 @@ def tokens(*, ignored=0.2):
     labels = rng.integers(0, CLASSES, (SAMPLES, TOKENS))
     labels[rng.random(labels.shape) < ignored] = -100
     return rng.integers(0, 7, (SAMPLES, TOKENS)), labels
-
-
-PLAN = {name: ColwiseParallel() for name in ("q", "k", "v", "up")} | {
-    name: RowwiseParallel() for name in ("out", "down")
-}
 
 
 def staged(net, grid, schedule="1f1b"):
