@@ -121,7 +121,8 @@ class TorchAdapter:
         # True if ranks wait for each other before backward: one without samples must go forward and backward as well.
         self._has_sync_norm = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         self._syncs_in_forward = self._has_sync_norm
-        self._syncs_in_evaluation = False  # likewise in evaluation, where SyncBatchNorm does not
+        # Likewise in evaluation, where SyncBatchNorm does not.
+        self._syncs_in_evaluation = self._stages is not None and self._stages.is_shared
         losses = _loss_names(list(optimizers))
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.couples_samples = not all(isinstance(norm, hvd.SyncBatchNorm) for norm in norms)

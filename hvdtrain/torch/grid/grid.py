@@ -50,6 +50,7 @@ class Grid:
             (replicas and shards), and how many there are. Ranks of other stages or tensor parts get the same data.
         process_set: Horovod's process set of the ranks that hold this rank's part of the model, one in each replica.
         stages_set: that of the ranks that are stages of one pipeline with this one.
+        shard_set: that of the ranks that share out each weight of this rank's stage with it.
         replica_set: that of the ranks of this rank's replica.
         world: the ranks of the job.
 
@@ -77,6 +78,7 @@ class Grid:
         groups.start(_groups(layout))
         self.process_set = groups.process_set(layout.group(world.rank, "replica"))
         self.stages_set = groups.process_set(layout.group(world.rank, "stage"))
+        self.shard_set = groups.process_set(layout.group(world.rank, "shard"))
         self.replica_set = groups.process_set(layout.group(world.rank, *_WITHIN))
         self._mesh = DeviceMesh(torch.device(world.device).type, torch.from_numpy(layout.ranks), mesh_dim_names=AXES)
         world.grid, world.part_set = self, self.process_set

@@ -164,10 +164,15 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         )
     has_norm = any(isinstance(module, SyncBatchNorm) for module in model.modules())
     reasons = {
-        "stages and shards together": grid.stages > 1
+        "BatchNorm": grid.stages > 1
         and grid.shards > 1
-        and "ranks of a shard group would need micro-batches of one size, which the end of an epoch has not: use a "
-        "custom loop with equal batches, or Grid(stages=..., tensor=...)",
+        and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        and "its statistics would count the rows that fill up the micro-batches of a shard group's ranks: use "
+        "LayerNorm or GroupNorm",
+        "a stage whose layers alone are sharded": grid.stages > 1
+        and grid.shards > 1
+        and not hasattr(model, "reshard")
+        and 'divide the stage itself too, after its layers: fully_shard(stage, mesh=grid.mesh("shard"))',
         "several optimizers": list(optimizers) != [""] and "give one over this rank's parameters",
         "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
         and "it would search along a line of its own on each part",

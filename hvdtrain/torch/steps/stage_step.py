@@ -12,7 +12,8 @@ from hvdtrain.data.sources import Batch
 from hvdtrain.torch.grid.pipeline import Stage
 from hvdtrain.torch.ops.functions import broadcast_object
 from hvdtrain.torch.reduction.loss_weights import Counted, LossWeights
-from hvdtrain.torch.steps.compute import LossStep, ToDevice
+from hvdtrain.torch.steps.compute import LossStep, ToDevice, move, sum_of_nothing
+from hvdtrain.torch.steps.equal_rows import EqualRows
 
 Add = Callable[[Any, Any, torch.Tensor, Counted], None]  # to the metrics: outputs, targets, loss, what counts
 
@@ -29,6 +30,7 @@ class StageStep:
 
     def __init__(self, stage: Stage, step: LossStep, to_device: ToDevice, rank: int, add: Add) -> None:
         self._stage, self._step, self._to_device, self._rank, self._add = stage, step, to_device, rank, add
+        self._rows = EqualRows(stage.grid)
 
     def train(self, batches: Sequence[Batch], weights: LossWeights, scaled: Callable[..., torch.Tensor]) -> None:
         """Add the gradients of micro-batches, each by its weight, and count them in the metrics.
@@ -38,32 +40,58 @@ class StageStep:
             weights: of the micro-batches.
             scaled: returns what is differentiated, of a loss and its factor.
         """
-        counts = [index for index, batch in enumerate(batches) if batch.local_count and weights.counted[index].weight]
-        inputs = [self._inputs(batches[index]) for index in counts]
+        inputs = [self._inputs(batch) for batch in batches]
+        samples = [batch.local_count for batch in batches]
+        rows = self._rows.agree(inputs, samples, [each.weight for each in weights.counted])
+        trained = [index for index, each in enumerate(rows) if each.most and each.is_weighed]
 
         def loss_of(outputs: Any, number: int) -> torch.Tensor:
-            index = counts[number]
-            found = self._loss_of(outputs, batches[index])
-            self._add(found.outputs, found.targets, found.mean, weights.counted[index])
+            index = trained[number]
+            if not samples[index]:
+                return scaled(sum_of_nothing(outputs))
+            found = self._count(outputs, batches[index], weights.counted[index])
+            if not weights.counted[index].weight:  # the mean of no labels is NaN, and its gradient is zero
+                return scaled(sum_of_nothing(outputs))
             return scaled(found.mean, weights.factor(index))
 
-        if counts:
-            self._stage.run(inputs, loss_of)
+        if trained:
+            filled = [self._rows.fill(inputs[index], samples[index], rows[index].most) for index in trained]
+            self._stage.run(filled, loss_of)
         for index, batch in enumerate(batches):
-            if batch.local_count and not weights.counted[index].weight:  # metrics and running statistics take all
-                self.evaluate(batch, weights.counted[index])
+            if rows[index].most and not rows[index].is_weighed:  # metrics and running statistics take all
+                self._evaluate(inputs[index], rows[index].most, batch, weights.counted[index])
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other ranks wait for this one where it has no samples."""
+        return self._rows.is_shared
 
     def evaluate(self, batch: Batch, counted: Counted) -> None:
         """Compute a batch without gradients, and count it in the metrics."""
-        outputs = self._stage.outputs(self._inputs(batch))
-        if self._stage.is_last:
+        inputs = self._inputs(batch)
+        (rows,) = self._rows.agree([inputs], [batch.local_count], [counted.weight])
+        if rows.most:
+            self._evaluate(inputs, rows.most, batch, counted)
+
+    def _evaluate(self, inputs: Any, rows: int, batch: Batch, counted: Counted) -> None:
+        outputs = self._stage.outputs(self._rows.fill(inputs, batch.local_count, rows))
+        if self._stage.is_last and batch.local_count:
             with torch.no_grad():
-                found = self._loss_of(outputs, batch)
-                self._add(found.outputs, found.targets, found.mean, counted)
+                self._count(outputs, batch, counted)
+
+    def _count(self, outputs: Any, batch: Batch, counted: Counted) -> Loss:
+        """Return the loss of the samples among these rows, and count both in the metrics."""
+        found = self._loss_of(move(lambda each: each[: batch.local_count], outputs), batch)
+        self._add(found.outputs, found.targets, found.mean, counted)
+        return found
 
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs, on all stages."""
-        return self._stage.shared(self._stage.outputs(self._to_device(inputs)))
+        inputs = self._to_device(inputs)
+        count = len(inputs)
+        (rows,) = self._rows.agree([inputs], [count], [0.0])
+        outputs = self._stage.shared(self._stage.outputs(self._rows.fill(inputs, count, rows.most)))
+        return move(lambda each: each[:count], outputs)
 
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the last stage's metrics, on all stages."""

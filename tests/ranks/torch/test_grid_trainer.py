@@ -81,8 +81,11 @@ KINDS = {
     "shard": ({"shard": 2}, sharded),
     "tensor": ({"tensor": 2}, divided),
     "stages of tensors": ({"stages": 2, "tensor": 2}, lambda net, grid: staged(divided(net, grid), grid)),
+    "stages of shards": ({"stages": 2, "shard": 2}, lambda net, grid: sharded(staged(net, grid), grid)),
+    "gpipe of shards": ({"stages": 2, "shard": 2}, lambda net, grid: sharded(staged(net, grid, "gpipe"), grid)),
 }
 FOUR = pytest.mark.world_size(4)
+OF_FOUR = [pytest.param(f"stages of {parts}", marks=FOUR) for parts in ("tensors", "shards")]
 
 
 @pytest.fixture
@@ -167,9 +170,9 @@ def test_replicas_of_which_some_have_no_sample_train_the_model_of_one_process(ma
     assert_equal_to_one_process(make_grid, kind, 97)  # the last step of an epoch has one sample
 
 
-def assert_equal_to_one_process(make_grid, kind, samples):
+def assert_equal_to_one_process(make_grid, kind, samples, **of_fit):
     options = {"clip_norm": 0.5, "accumulate": 2}
-    of_fit = {"samples": samples}
+    of_fit = {"samples": samples} | of_fit
     state, history, predicted = alone(**options, **of_fit)
     grid, net = make_grid(kind)
     trainer = trainer_of(net, **options)
@@ -178,6 +181,36 @@ def assert_equal_to_one_process(make_grid, kind, samples):
     assert_equal(trainer.state(), state)
     np.testing.assert_allclose(trainer.predict(tokens()[0]), predicted, atol=1e-5)
     assert trainer.state().meta["layout"] == state.meta["layout"]
+
+
+@FOUR
+@pytest.mark.parametrize("kind", ["stages of shards", "gpipe of shards"])
+def test_twenty_steps_in_stages_of_shards_equal_one_process(make_grid, kind):
+    assert_equal_to_one_process(
+        make_grid, kind, 97, epochs=4, ignored=0.6
+    )  # some micro-batches of a rank have no label
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "shard", *OF_FOUR])
+def test_predict_takes_batches_of_which_a_rank_has_no_sample(make_grid, kind):
+    x = np.resize(tokens()[0], (65, TOKENS))  # in batches of 32 on each of two ranks: the second one has no more
+    with one_process():
+        expected = trainer_of(model()).predict(x)
+    _, net = make_grid(kind)
+    trainer = trainer_of(net)
+    for samples in (65, 1):
+        np.testing.assert_allclose(trainer.predict(x[:samples]), expected[:samples], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["shard", *OF_FOUR])
+def test_evaluate_takes_batches_of_which_a_rank_has_no_sample(make_grid, kind):
+    x, y = (each[:65] for each in tokens())
+    with one_process():
+        expected = trainer_of(model()).evaluate((x, y))
+    _, net = make_grid(kind)
+    trainer = trainer_of(net)
+    for _ in range(2):
+        assert trainer.evaluate((x, y)) == pytest.approx(expected, rel=1e-5)
 
 
 @FOUR
@@ -202,7 +235,16 @@ def test_stages_in_mixed_precision_equal_one_process_with_the_same_micro_batches
     assert_equal(trainer.state(), state, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("shard", "bf16"), ("shard", "fp16"), ("tensor", "bf16")])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("shard", "bf16"),
+        ("shard", "fp16"),
+        ("tensor", "bf16"),
+        pytest.param("stages of shards", "bf16", marks=FOUR),
+        pytest.param("stages of shards", "fp16", marks=FOUR),
+    ],
+)
 def test_divided_weights_in_mixed_precision_are_near_one_process(make_grid, kind, precision):
     options = {"precision": precision, "clip_norm": 0.5}
     state, history, _ = alone(**options)
@@ -213,7 +255,7 @@ def test_divided_weights_in_mixed_precision_are_near_one_process(make_grid, kind
     assert_equal(trainer.state(), state, atol=2e-3)  # ranks round other sums
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "shard", pytest.param("stages of tensors", marks=FOUR)])
+@pytest.mark.parametrize("kind", ["1f1b", "shard", *OF_FOUR])
 def test_a_checkpoint_of_a_grid_is_one_of_a_single_process_and_back(make_grid, shared_tmp_path, world, kind):
     state, _, _ = alone(make=adam_of, epochs=3)
     folder = str(shared_tmp_path / "checkpoints")
@@ -305,7 +347,12 @@ class StopAt(Callback):
 
 @pytest.mark.parametrize(
     ("kind", "sync"),
-    [("1f1b", None), ("shard", None), pytest.param("1f1b", hvdtrain.DiLoCo(every=2), marks=FOUR)],
+    [
+        ("1f1b", None),
+        ("shard", None),
+        pytest.param("stages of shards", None, marks=FOUR),
+        pytest.param("1f1b", hvdtrain.DiLoCo(every=2), marks=FOUR),
+    ],
     ids=str,
 )
 def test_a_run_that_resumes_within_an_epoch_equals_one_that_never_stopped(make_grid, shared_tmp_path, kind, sync):
@@ -384,6 +431,34 @@ REFUSALS = {
         lambda net, grid: hvdtrain.Trainer(net, optimizer=optimizer_of(net), step=lambda model, batch: None),
     ),
 }
+
+
+@FOUR
+def test_layers_whose_statistics_would_count_added_rows_are_refused(make_grid):
+    grid, _ = make_grid("stages of shards")
+    norms = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
+    stage = sharded(grid.pipeline(norms, micro_batches=2), grid)
+    with pytest.raises((ValueError, HvdTrainError), match=r"use LayerNorm or GroupNorm\. Received: BatchNorm"):
+        trainer_of(stage)
+
+
+@FOUR
+def test_a_stage_whose_layers_alone_are_sharded_is_refused(make_grid):
+    grid, _ = make_grid("stages of shards")
+    stage = staged(model(), grid)
+    for layer in stage.children():
+        fully_shard(layer, mesh=grid.mesh("shard"))
+    with pytest.raises((ValueError, HvdTrainError), match="divide the stage itself too, after its layers"):
+        trainer_of(stage)
+
+
+@FOUR
+def test_samples_of_unequal_shapes_in_stages_of_shards_are_an_error_on_all(make_grid):
+    grid, net = make_grid("stages of shards")
+    trainer = trainer_of(net)
+    x = np.zeros((4, TOKENS - grid.shard), np.int64)
+    with pytest.raises(HvdTrainError, match=r"samples need one shape.*Received: samples of shapes \[3\] and \[2\]"):
+        trainer._adapter.predict_step(x)
 
 
 @pytest.mark.parametrize("message", REFUSALS)

@@ -31,7 +31,7 @@ PAGE_SKIPS = {
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",
         "docker: tests/docker/test_images.py runs it for two hosts, without GPUs",
     ],
-    "large-models.md": ["ci: tests/ranks/torch/test_grid_trainer.py trains such a model"] * 3,
+    "large-models.md": ["ci: tests/ranks/torch/test_grid_trainer.py trains such a model"] * 4,
     "hugging-face.md": ["ci: make models runs it where transformers is installed"],
     "lightning.md": ["ci: make models runs it where lightning is installed"],
     "libraries.md": ["ci: make models runs tests/ranks/models/test_ignite.py where ignite is installed"],
