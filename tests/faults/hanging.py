@@ -108,4 +108,22 @@ def with_cutoff() -> None:
     rows.trainer.fit(rows, batch_size=4, progress=False, run_dir=None)
 
 
-{"torch": with_torch, "cutoff": with_cutoff}.get(framework, with_keras)()
+def with_distributed() -> None:
+    import torch
+    import torch.distributed
+
+    import hvdtrain
+    import hvdtrain.torch as hvd
+
+    world = hvdtrain.init("torch")
+    hvd.Grid(shard=world.size)
+    for step in range(10**6):
+        numbers = 1
+        if step == FAULT_STEP and world.rank == victim:  # fault: "other lengths"
+            print("FAULT", flush=True)
+            numbers = 2
+        parts = [torch.empty(numbers) for _ in range(world.size)]
+        torch.distributed.all_gather(parts, torch.ones(numbers))
+
+
+{"torch": with_torch, "cutoff": with_cutoff, "distributed": with_distributed}.get(framework, with_keras)()

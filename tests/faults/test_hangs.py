@@ -38,6 +38,7 @@ SHORT = [
     ("raise", 1, 3, "torch", "--gloo"),
     ("end early", 1, 2, "torch", "--mpi"),
     ("other names", 1, 2, "torch", "--gloo"),
+    ("other lengths", 1, 2, "distributed", "--mpi"),
 ]
 CUTOFF = [("sleep", 1, 2, "cutoff", "--gloo"), ("raise", 1, 2, "cutoff", "--mpi"), ("kill", 0, 2, "cutoff", "--mpi")]
 SHORT += [pytest.param(*each, marks=pytest.mark.long) for each in CUTOFF]
@@ -48,7 +49,8 @@ ALL = [
     for victim, size in ((0, 2), (1, 2), (1, 3))
     for framework in ("torch", "tensorflow")
     for plane in ("--mpi", "--gloo")
-] + CUTOFF
+]
+ALL += [*CUTOFF, ("other lengths", 1, 2, "distributed", "--mpi")]
 
 
 @dataclass
@@ -160,6 +162,11 @@ def test_one_rank_that_goes_wrong_ends_all_and_is_named(fault, victim, size, fra
             assert job.says("time.sleep(1000)", rank=victim), whole
             assert sum(len(job.says("Stack of the main thread", rank=rank)) for rank in others) == 1, whole
         assert job.seconds >= STALL_S - 0.5, whole
+    elif fault == "other lengths":
+        waits = [f"allgather of 'torch.distributed.allgather.ranks-0-1.{numbers}-numbers" for numbers in (1, 2)]
+        for rank in range(size):
+            assert any(waits[rank] in line for line in job.says(" has waited ", rank=rank)), whole
+            assert job.says(f"rank {1 - rank} waits in {waits[1 - rank]}", rank=rank), whole
     elif fault == "end early":
         assert job.says(f"rank {victim} ended early"), whole
         assert not job.says("Traceback (most recent call last):", rank=others[0]), whole

@@ -193,7 +193,10 @@ def describe(frame: FrameType | None) -> str:
         kind = kind or (function if function in _COLLECTIVES else "")
         names = names or _names(frame.f_locals)
         frame = frame.f_back
-    kind = kind or ("allreduce" if names else "a collective")
+    if not kind and names:  # hvdtrain/torch/grid/groups.py names what torch.distributed starts
+        by_torch = names[0].startswith("torch.distributed.")
+        kind = names[0].split(".")[2] if by_torch else "allreduce"
+    kind = kind or "a collective"
     return f"{kind} of {_listed(names)}" if names else kind
 
 

@@ -272,9 +272,11 @@ class Group(_ProcessGroup):
     def _name(self, kind: str, numbers: int | None = None) -> str:
         """Return a name for an operation on so many numbers, once the operation that had it before is done.
 
-        Horovod remembers by name what ranks have agreed on, so names are used again.
+        Horovod remembers by name what ranks have agreed on, a length among it, so names are used again for equal
+        lengths. Ranks whose lengths differ wait, and the watchdog shows the lengths in their names.
         """
-        alike = f"grid.{kind}.{'-'.join(map(str, self._ranks))}" + ("" if numbers is None else f".{numbers}")
+        length = "" if numbers is None else f".{numbers}-numbers"
+        alike = f"torch.distributed.{kind}.ranks-{'-'.join(map(str, self._ranks))}{length}"
         name = f"{alike}.{next(self._counts[alike]) % _NAMES}"
         earlier = self._last[name]() if name in self._last else None
         if earlier is not None:

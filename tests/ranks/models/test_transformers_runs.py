@@ -335,9 +335,6 @@ def test_torch_distributed_is_horovods(world, shared_tmp_path):
     sent = [world.rank]
     torch.distributed.broadcast_object_list(sent, src=1)
     assert sent == [1]
-    parts = [torch.empty(1) for _ in range(world.size)]
-    with pytest.raises(RuntimeError, match="Mismatched ALLGATHER tensor shapes"):
-        torch.distributed.all_gather(parts, torch.ones(1 + world.rank))
 
 
 def test_a_model_with_weights_that_one_batch_does_not_use(world, shared_tmp_path):
