@@ -75,8 +75,8 @@ def test_steps_beside_others_that_end_without_a_result_fail_the_run(tmp_path: Pa
 
 
 def test_what_ran_beside_other_steps_is_printed_after_them(tmp_path: Path) -> None:
-    _, output = run(tmp_path, standin="echo of the stand-in", **{"docker-test": "sleep 1; echo of the image"})
-    assert output.index("of the image") < output.index("make standin =====") < output.index("of the stand-in")
+    _, output = run(tmp_path, standin="echo of the stand-in", engines="sleep 1; echo of the engines")
+    assert output.index("of the engines") < output.index("make standin =====") < output.index("of the stand-in")
 
 
 def test_steps_without_time_left_are_failures_in_a_summary_that_is_there(tmp_path: Path) -> None:
