@@ -36,7 +36,6 @@ class Stage(nn.Module):
         schedule: "1f1b" or "gpipe".
         layer_names: the names of the layers of each stage.
         layer_kinds: how many layers of each class the whole model has.
-        within: returns a context, such as autocast's, in which the layers compute; it gets the number of samples.
     """
 
     def __init__(
@@ -50,8 +49,8 @@ class Stage(nn.Module):
         self.layer_names = split.split(layers, grid.stages, at)
         self.layer_kinds = Counter(map(type, layers.values()))
         self.grid, self.micro_batches, self.schedule = grid, micro_batches, schedule
-        self.within: Within = lambda samples: nullcontext()
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self.within = lambda samples: nullcontext()
         self._is_running = False
         self._loss_of: Callable[[Any, Tensor], Tensor] | None = None
         if taken := [name for name in layers if hasattr(self, name)]:
@@ -66,6 +65,16 @@ class Stage(nn.Module):
         idle = (self.grid.stages - 1) / (self.micro_batches + self.grid.stages - 1)
         how = f"{self.micro_batches} micro-batches, {self.schedule}; a stage waits for {100 * idle:.0f} % of a step"
         return f"pipeline: layers by stage {stages}; {how}"
+
+    @property
+    def within(self) -> Within:
+        """Returns a context, such as autocast's, in which the layers compute; it gets the number of samples."""
+        return self._within
+
+    @within.setter
+    def within(self, within: Within) -> None:
+        self._within = within
+        self._schedules.clear()  # their buffers are of the types that another context may have sent
 
     @property
     def is_first(self) -> bool:
@@ -89,6 +98,8 @@ class Stage(nn.Module):
                 f"{self.grid.stage} of {self.grid.stages}. Call stage.outputs(inputs) on all ranks, or the Trainer's "
                 "predict"
             )
+        # A layer may work in place: on a view of a batch, or where torch looks for the gradient of what was received.
+        inputs = tuple(each.clone() for each in inputs)
         value: Any = inputs[0] if len(inputs) == 1 else inputs
         for layer in self._modules.values():  # children() leaves out a layer that comes again
             assert layer is not None
@@ -204,7 +215,8 @@ class Stage(nn.Module):
     def _shapes(self, sample: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return tensors like those that this stage receives and sends; a collective of the stages.
 
-        torch would find the shapes by itself, and change BatchNorm's statistics by what is in empty memory.
+        torch would find the shapes by itself, and change BatchNorm's statistics by what is in empty memory. All numbers
+        that can have a gradient get one: a stage would not learn that another one's layers are frozen no more.
         """
         grid: Any = self.grid
         described: list[Any] = []
@@ -213,14 +225,19 @@ class Stage(nn.Module):
         for stage in range(grid.stages):
             if stage == grid.stage:
                 if stage:
-                    received = tuple(_like(*each, device=self._device) for each in described)
+                    received = tuple(self._numbers(torch.zeros(each[0], dtype=each[1])) for each in described)
                 with self._unchanged():
                     outputs = _Computed(self, len(sample))(*received)
                 sent = outputs if isinstance(outputs, tuple) else (outputs,)
                 self._check(sent)
-                described = [(tuple(each.shape), each.dtype, each.requires_grad) for each in sent]
+                described = [(tuple(each.shape), each.dtype) for each in sent]
             described = broadcast_object(described, grid.rank_of(stage=stage), "grid.shapes", grid.stages_set)
-        return received, tuple(each.detach().requires_grad_(each.requires_grad) for each in sent)
+        return received, tuple(map(self._numbers, sent))
+
+    def _numbers(self, tensor: Tensor) -> Tensor:
+        """Return a tensor like one that goes between stages."""
+        trains = torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex())
+        return tensor.detach().to(self._device).requires_grad_(trains)
 
     def _check(self, sent: tuple[Any, ...]) -> None:
         if self.is_last or all(isinstance(each, Tensor) for each in sent):
@@ -260,10 +277,6 @@ class _Computed(nn.Module):
 def _of_one_shape(inputs: Sequence[Tensor]) -> list[list[int]]:
     """Return the numbers of the inputs of each shape, in order."""
     return pack.alike(range(len(inputs)), lambda index: inputs[index].shape)
-
-
-def _like(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, *, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
 
 
 def _rows(outputs: Any, rows: slice) -> Any:

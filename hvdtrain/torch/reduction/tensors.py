@@ -13,7 +13,8 @@ class Whole:
     `sharded.Shards` is a subclass, for ranks that step with their parts of them; its methods are collectives.
     """
 
-    are_parts = False
+    are_parts = False  # of weights that each rank has whole
+    is_divided = False  # the model: other ranks of the replica have other weights, and wait for this one in each step
 
     def stepping(self) -> AbstractContextManager[None]:
         """Within it, the optimizer's groups hold the tensors, with their gradients."""

@@ -205,7 +205,10 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the optimizer is over parameters of this model that can be trained."""
     own = set(model.parameters())
-    if not any(parameter.requires_grad for parameter in own):
+    is_stage = (
+        getattr(getattr(model, "grid", None), "stages", 1) > 1
+    )  # all of it may be frozen, if another stage is not
+    if not is_stage and not any(parameter.requires_grad for parameter in own):
         raise ValueError(
             f"model has no trainable parameters. Received: {type(model).__name__} with {len(own)} parameters, "
             "none with requires_grad"

@@ -31,5 +31,8 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, tens
     """Divide the gradients by the scale; if a number on any rank is not finite, the scaler of each rank learns it."""
     scaler.unscale_(optimizer)
     if scaler.is_enabled():
-        for found_inf in scaler._found_inf_per_device(optimizer).values():
+        found = scaler._found_inf_per_device(optimizer)
+        if not found and tensors.is_divided:  # all of this part is frozen, and the scaler asks for a finding
+            found[str(scaler._device)] = torch.zeros((), dtype=torch.float32, device=scaler._device)
+        for found_inf in found.values():
             tensors.add_up(found_inf)

@@ -194,11 +194,11 @@ class Update:
         is_missing = all(p.grad is None for p in parameters)
         if self.name and not applied.counts_nothing:
             self._check_reached()
-        if applied.counts_nothing or is_missing:
+        if applied.counts_nothing or (is_missing and not tensors.is_divided):
             return True  # momentum and weight decay must not move weights; a scaler does not step without gradients
         if self._checks() and not tensors.are_finite(all_finite([divided.local(p.grad) for p in parameters])):
             return False
-        if clip_norm is not None or tensors.are_parts:
+        if clip_norm is not None or tensors.are_parts or tensors.is_divided:
             loss_scaling.unscale(self.scaler, optimizer, tensors)
         if clip_norm is not None:
             clipping.clip_norm(parameters, clip_norm, tensors)
