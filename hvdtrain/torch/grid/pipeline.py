@@ -225,19 +225,15 @@ class Stage(nn.Module):
         for stage in range(grid.stages):
             if stage == grid.stage:
                 if stage:
-                    received = tuple(self._numbers(torch.zeros(each[0], dtype=each[1])) for each in described)
+                    zeros = [torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in described]
+                    received = tuple(map(_passed, zeros))
                 with self._unchanged():
                     outputs = _Computed(self, len(sample))(*received)
                 sent = outputs if isinstance(outputs, tuple) else (outputs,)
                 self._check(sent)
                 described = [(tuple(each.shape), each.dtype) for each in sent]
             described = broadcast_object(described, grid.rank_of(stage=stage), "grid.shapes", grid.stages_set)
-        return received, tuple(map(self._numbers, sent))
-
-    def _numbers(self, tensor: Tensor) -> Tensor:
-        """Return a tensor like one that goes between stages."""
-        trains = torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex())
-        return tensor.detach().to(self._device).requires_grad_(trains)
+        return received, tuple(map(_passed, sent))
 
     def _check(self, sent: tuple[Any, ...]) -> None:
         if self.is_last or all(isinstance(each, Tensor) for each in sent):
@@ -277,6 +273,12 @@ class _Computed(nn.Module):
 def _of_one_shape(inputs: Sequence[Tensor]) -> list[list[int]]:
     """Return the numbers of the inputs of each shape, in order."""
     return pack.alike(range(len(inputs)), lambda index: inputs[index].shape)
+
+
+def _passed(tensor: Tensor) -> Tensor:
+    """Return a tensor like one that goes between stages, in training with a gradient if it can have one."""
+    trains = torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.detach().requires_grad_(trains)
 
 
 def _rows(outputs: Any, rows: slice) -> Any:
