@@ -103,11 +103,22 @@ def separate(
     and `every` see `own_seeds`. With `in_threads`, Python's and NumPy's generators stay as they are.
     """
     found = digests(random_states() | states, world=world)
-    seeds = own_seeds(found, rank=world.rank, step=step, every=every)
+    if world.grid is None:
+        seeds = own_seeds(found, rank=world.rank, step=step, every=every)
+    else:  # one rank's inputs are another one's targets, so ranks with the same samples draw alike
+        seeds = {name: _hash(name, first, world.grid.data_rank, step) for name, first in found[0].items()}
     if not in_threads:
         reseed(seeds)
     reseed_framework(seeds)
     return found
+
+
+def are_alike_in_replicas(states: Arrays, *, world: World) -> bool:
+    """Return whether the ranks of a Grid that have the same samples have these states alike; a collective."""
+    found = digests(states, world=world)
+    data_ranks = world.allgather_object(world.grid.data_rank, name="streams.data")
+    first: dict[int, Digests] = {}
+    return all(first.setdefault(number, each) == each for number, each in zip(data_ranks, found, strict=True))
 
 
 def share(key: int | None, *, unseeded: int | None = None) -> None:

@@ -42,6 +42,8 @@ class RankStreams:
         self._key = None if known is None else int(known[0])
         drawn_without = known is None or known[1] == progress.epoch
         self._unseeded = progress.epoch if progress.step and drawn_without else None
+        if self._world.grid is not None and not streams.are_alike_in_replicas(_random(held), world=self._world):
+            held = {name: array for name, array in held.items() if name not in _random(held)}  # of another Grid
         if is_own and self._world.size > 1:
             has_joined = bool(held) and not _random(held)  # the checkpoint has no states for this rank
             if known is None and held:  # continue from the states of the checkpoint, which may be alike

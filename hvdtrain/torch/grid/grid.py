@@ -23,6 +23,7 @@ from hvdtrain.torch.grid.layout import AXES, Layout
 from hvdtrain.torch.grid.pipeline import Stage
 from hvdtrain.torch.ops import divided, pack, reduce_ops
 from hvdtrain.torch.ops.functions import broadcast_parameters
+from hvdtrain.torch.ops.sparse import gradient_values
 
 log = logging.getLogger("hvdtrain")
 _WITHIN = ("stage", "shard", "tensor")  # the axes within a replica
@@ -166,10 +167,20 @@ class Grid:
 
         Args:
             parameters: of this rank's part of the model, the same on all replicas; their order too.
+
+        Raises:
+            ValueError: the Grid has shards, and a parameter that is trained is not divided over them.
         """
+        trained = [each for each in parameters if each.requires_grad]
+        if left_out := [each for each in trained if self.is_left_out(each)]:
+            raise ValueError(
+                "Ranks of a shard group have other samples, so a weight that fully_shard has not divided would differ "
+                f"from rank to rank. Received: {len(left_out)} such weights, the first of shape "
+                f"{tuple(left_out[0].shape)}, on rank {self.world.rank}. Divide the model too, after its layers: "
+                'fully_shard(model, mesh=grid.mesh("shard"))'
+            )
         if self.replicas == 1:
             return
-        trained = [each for each in parameters if each.requires_grad]
         has = np.array([each.grad is not None for each in trained], np.int32)
         somewhere = self.world.allreduce(has, "max", name="grid.flags", process_set=self.process_set)
         used = [each for each, flag in zip(trained, somewhere, strict=True) if flag]
@@ -181,6 +192,10 @@ class Grid:
             by_dtype[parameter.dtype].append(divided.local(parameter.grad))
         for dtype, gradients in by_dtype.items():
             reduce_ops.grouped_allreduce_(gradients, name=f"grid.gradients.{dtype}", process_set=self.process_set)
+
+    def is_left_out(self, parameter: nn.Parameter) -> bool:
+        """Return whether the ranks of a shard group would train a parameter apart, each with its own samples."""
+        return self.shards > 1 and parameter.requires_grad and not divided.is_over(parameter, "shard")
 
     def loss_weight(self, count: int) -> float:
         """Return the factor for this rank's mean loss with which gradients are means over all samples. A collective.
@@ -199,7 +214,7 @@ class Grid:
 
         As `torch.nn.utils.clip_grad_norm_`, over the parts of all stages and shards. Call it after `average_gradients`.
         """
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [gradient_values(each) for each in parameters if each.grad is not None]
         by_mesh = pack.alike(gradients, lambda each: getattr(each, "device_mesh", None))
         square = float(sum(_norm(part) ** 2 for part in by_mesh))
         if self.stages > 1:

@@ -86,8 +86,8 @@ class Stage(nn.Module):
         """True for the stage that has the outputs, and computes the loss."""
         return bool(self.grid.stage == self.grid.stages - 1)
 
-    def forward(self, *inputs: Any) -> Any:
-        """Compute this stage's layers; for the schedules.
+    def forward(self, inputs: Any) -> Any:
+        """Compute this stage's layers, of a tensor or a tuple of them; for the schedules.
 
         Raises:
             HvdTrainError: called by anybody else.
@@ -99,12 +99,21 @@ class Stage(nn.Module):
                 "predict"
             )
         # A layer may work in place: on a view of a batch, or where torch looks for the gradient of what was received.
-        inputs = tuple(each.clone() for each in inputs)
-        value: Any = inputs[0] if len(inputs) == 1 else inputs
+        value = _each(Tensor.clone, inputs)
         for layer in self._modules.values():  # children() leaves out a layer that comes again
             assert layer is not None
             value = layer(value)
-        return value
+        # The gradient of an expanded tensor would be received into memory whose elements share places.
+        return value if self.is_last else _each(Tensor.contiguous, value)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the state of this stage, or of the whole model, of which it takes its own layers."""
+        stages = enumerate(self.layer_names)
+        others = {name for stage, names in stages if stage != self.grid.stage for name in names}
+        own = OrderedDict(item for item in state_dict.items() if item[0].partition(".")[0] not in others)
+        if hasattr(state_dict, "_metadata"):  # the versions of its layers' states
+            setattr(own, "_metadata", state_dict._metadata)  # noqa: B010 - an OrderedDict declares none
+        return super().load_state_dict(own, *args, **kwargs)
 
     def forward_backward(self, inputs: Tensor, loss_of: Callable[[Any, slice], Tensor]) -> None:
         """Compute the gradients of a batch in micro-batches, and add them to the parameters'. A collective.
@@ -173,7 +182,7 @@ class Stage(nn.Module):
 
     def _go(self, inputs: Tensor, count: int, *, trains: bool) -> Any:
         """Let `count` micro-batches of one size go through the stages; return the outputs unless it `trains`."""
-        with self._running():
+        with self._running(), self._own_numbers(advances=trains):
             schedule = self._schedule(inputs, count, trains=trains)
             args = (inputs,) if self.is_first else ()
             # Numbers in the place of targets: the loss of a micro-batch needs more than its targets.
@@ -188,6 +197,23 @@ class Stage(nn.Module):
         finally:
             self._is_running = False
 
+    @contextmanager
+    def _own_numbers(self, *, advances: bool) -> Iterator[None]:
+        """Within it, layers draw numbers of this stage's own; afterwards torch's generator has given one number.
+
+        Data may draw from that generator too, and gives the first stage the inputs and the last one their targets: if
+        a stage's dropout moved it, stages would have different samples. Stages that draw alike would drop alike.
+        """
+        with nullcontext() if advances else torch.random.fork_rng([]):
+            seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        with torch.random.fork_rng(self._devices):
+            torch.manual_seed(seed + int(self.grid.stage))
+            yield
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [self._device] if self._device.type == "cuda" else []
+
     def _schedule(self, inputs: Tensor, count: int, *, trains: bool) -> Any:
         """Return torch's schedule for so many micro-batches of this shape."""
         length = len(inputs) // count
@@ -196,9 +222,9 @@ class Stage(nn.Module):
             self._schedules.move_to_end(key)
             return self._schedules[key]
         grid = self.grid
-        received, sent = self._shapes(inputs[:length])
+        received, is_tuple, sent = self._shapes(inputs[:length])
         stage = PipelineStage(
-            _Computed(self, length), grid.stage, grid.stages, self._device,
+            _Computed(self, length, is_tuple), grid.stage, grid.stages, self._device,
             input_args=received, output_args=sent, group=grid.group("stage"),
         )  # fmt: skip
         kind = SCHEDULES[self.schedule] if count >= grid.stages and trains else ScheduleGPipe
@@ -212,28 +238,32 @@ class Stage(nn.Module):
         assert self._loss_of is not None
         return self._loss_of(outputs, index)
 
-    def _shapes(self, sample: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return tensors like those that this stage receives and sends; a collective of the stages.
+    def _shapes(self, sample: Tensor) -> tuple[tuple[Tensor, ...], bool, tuple[Tensor, ...]]:
+        """Return tensors like those that this stage receives, whether in a tuple, and sends; a collective.
 
         torch would find the shapes by itself, and change BatchNorm's statistics by what is in empty memory. All numbers
         that can have a gradient get one: a stage would not learn that another one's layers are frozen no more.
         """
         grid: Any = self.grid
         described: list[Any] = []
+        is_tuple = takes_tuple = False  # one tensor in a tuple is not a tensor
         received: tuple[Tensor, ...] = (sample.detach(),)
         sent: tuple[Tensor, ...] = ()
         for stage in range(grid.stages):
             if stage == grid.stage:
                 if stage:
+                    takes_tuple = is_tuple
                     zeros = [torch.zeros(shape, dtype=dtype, device=self._device) for shape, dtype in described]
                     received = tuple(map(_passed, zeros))
                 with self._unchanged():
-                    outputs = _Computed(self, len(sample))(*received)
-                sent = outputs if isinstance(outputs, tuple) else (outputs,)
+                    outputs = _Computed(self, len(sample), takes_tuple)(*received)
+                is_tuple = isinstance(outputs, tuple)
+                sent = outputs if is_tuple else (outputs,)
                 self._check(sent)
                 described = [(tuple(each.shape), each.dtype) for each in sent]
-            described = broadcast_object(described, grid.rank_of(stage=stage), "grid.shapes", grid.stages_set)
-        return received, tuple(map(_passed, sent))
+            root = grid.rank_of(stage=stage)
+            is_tuple, described = broadcast_object((is_tuple, described), root, "grid.shapes", grid.stages_set)
+        return received, takes_tuple, tuple(map(_passed, sent))
 
     def _check(self, sent: tuple[Any, ...]) -> None:
         if self.is_last or all(isinstance(each, Tensor) for each in sent):
@@ -248,9 +278,8 @@ class Stage(nn.Module):
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Within it, what the layers draw and their buffers do not change."""
-        devices = [self._device] if self._device.type == "cuda" else []
         saved = [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(self._devices):
             yield
         with torch.no_grad():
             for buffer, before in saved:
@@ -258,16 +287,16 @@ class Stage(nn.Module):
 
 
 class _Computed(nn.Module):
-    """A stage with micro-batches of one size, in the context that the stage is given."""
+    """A stage with micro-batches of one size, in the context of the stage; torch unpacks a tuple."""
 
-    def __init__(self, stage: Stage, samples: int) -> None:
+    def __init__(self, stage: Stage, samples: int, is_tuple: bool) -> None:
         super().__init__()
-        self._held = (stage, samples)  # in a tuple: no submodule, for torch moves those to the device
+        self._held = (stage, samples, is_tuple)  # in a tuple: no submodule, for torch moves those to the device
 
     def forward(self, *inputs: Any) -> Any:
-        stage, samples = self._held
+        stage, samples, is_tuple = self._held
         with stage.within(samples):
-            return stage(*inputs)
+            return stage(inputs if is_tuple else inputs[0])
 
 
 def _of_one_shape(inputs: Sequence[Tensor]) -> list[list[int]]:
@@ -279,6 +308,13 @@ def _passed(tensor: Tensor) -> Tensor:
     """Return a tensor like one that goes between stages, in training with a gradient if it can have one."""
     trains = torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex())
     return tensor.detach().requires_grad_(trains)
+
+
+def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to a tensor, or to the tensors of a tuple; what else there is stays."""
+    if isinstance(value, tuple):
+        return tuple(_each(function, each) for each in value)
+    return function(value) if isinstance(value, Tensor) else value
 
 
 def _rows(outputs: Any, rows: slice) -> Any:

@@ -12,6 +12,11 @@ def is_divided(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def is_over(tensor: Any, axis: str) -> bool:
+    """Return whether torch has divided a tensor over a mesh with this axis, or over one whose axes have no names."""
+    return is_divided(tensor) and axis in (tensor.device_mesh.mesh_dim_names or (axis,))
+
+
 def local(tensor: Any) -> Any:
     """Return this rank's part of a divided tensor, which shares its memory; another tensor as it is."""
     return tensor.to_local() if is_divided(tensor) else tensor

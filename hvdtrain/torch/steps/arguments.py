@@ -173,6 +173,8 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         and grid.shards > 1
         and not hasattr(model, "reshard")
         and 'divide the stage itself too, after its layers: fully_shard(stage, mesh=grid.mesh("shard"))',
+        "weights that are trained and not divided over the shards": any(map(grid.is_left_out, model.parameters()))
+        and 'divide the model itself too, after its layers: fully_shard(model, mesh=grid.mesh("shard"))',
         "several optimizers": list(optimizers) != [""] and "give one over this rank's parameters",
         "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
         and "it would search along a line of its own on each part",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hvdtrain.torch.ops.sparse import gradient_values
 from hvdtrain.torch.reduction.grid_part import GridPart
 from hvdtrain.torch.reduction.tensors import Whole
 
@@ -27,13 +28,7 @@ def clip_norm(parameters: Sequence[nn.Parameter], largest: float, tensors: Whole
         norm = tensors.norm(_norm([p.grad for p in parameters if p.grad is not None], parameters[0].device))
         nn.utils.clip_grads_with_norm_(parameters, largest, norm)
         return
-    values = []
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None and grad.is_sparse:
-            parameter.grad = grad = grad.coalesce()  # entries of one place add up before they are squared
-            grad = grad.values()
-        values += [] if grad is None else [grad]
+    values = [gradient_values(each) for each in parameters if each.grad is not None]
     norm = _norm(values, parameters[0].device)
     for each in values:
         each.mul_((largest / (norm.to(each.device) + 1e-6)).clamp(max=1.0))

@@ -1,0 +1,218 @@
+"""What people do with divided models that other tests of a Grid leave out: what goes between stages, what is drawn."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import Dataset
+
+import hvdtrain
+import hvdtrain.torch
+from hvdtrain.callbacks import Checkpoint
+from hvdtrain.errors import HvdTrainError
+
+pytestmark = pytest.mark.world_size(2)
+
+
+@pytest.fixture
+def grid_of(world):
+    made = []
+
+    def make(**lengths):
+        made.append(hvdtrain.torch.Grid(**lengths))
+        return made[-1]
+
+    yield make
+    for grid in made:
+        if world.grid is grid:
+            grid.close()
+
+
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, value):
+        return self.function(value)
+
+
+BETWEEN = {
+    "an expanded tensor": (lambda x: x[:, :1].expand(-1, 4), lambda x: x),
+    "a tuple of one tensor": (lambda x: (x,), lambda value: value[0]),
+    "a transposed tensor": (lambda x: x.view(-1, 2, 2).transpose(1, 2), lambda x: x.flatten(1)),
+    "a tensor twice": (lambda x: (x, x), lambda value: value[0] * value[1]),
+    "a mask beside a tensor": (lambda x: (x, x > 0), lambda value: value[0] * value[1]),
+}
+
+
+@pytest.mark.parametrize("kind", BETWEEN)
+def test_what_goes_between_stages_has_the_gradients_of_one_process(grid_of, kind):
+    grid = grid_of(stages=2)
+    first, then = BETWEEN[kind]
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), Call(first), Call(then), nn.Linear(4, 2))
+    inputs = torch.randn(7, 4)
+    stage = grid.pipeline(copy.deepcopy(layers), micro_batches=3, at=["2"])
+    expected = layers(inputs)
+    expected.square().mean().backward()
+    stage.forward_backward(inputs, lambda outputs, rows: outputs.square().sum() / expected.numel())
+    for name, each in stage.named_parameters():
+        torch.testing.assert_close(each.grad, layers.get_parameter(name).grad)
+    torch.testing.assert_close(stage.shared(stage.outputs(inputs)), expected.detach())
+
+
+def test_sparse_gradients_are_clipped_by_the_norm_of_all_stages(grid_of):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    inputs = torch.randint(0, 5, (9, 3))
+    staged = copy.deepcopy(layers)
+    staged[0].sparse = True
+    stage = grid.pipeline(staged, micro_batches=3)
+    layers(inputs).square().sum().backward()
+    stage.forward_backward(inputs, lambda outputs, rows: outputs.square().sum())
+    norm = nn.utils.clip_grad_norm_(layers.parameters(), 0.1)
+    assert grid.clip_grad_norm_(stage.parameters(), 0.1) == pytest.approx(float(norm), rel=1e-5)
+    for name, each in stage.named_parameters():
+        torch.testing.assert_close(each.grad.to_dense(), layers.get_parameter(name).grad)
+
+
+def test_a_model_of_which_fully_shard_has_left_weights_out_is_refused(grid_of):
+    grid = grid_of(shard=2)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(net[0], mesh=grid.mesh("shard"))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises((ValueError, HvdTrainError), match=r"divide the model itself too.* not divided over the shards"):
+        hvdtrain.Trainer(net, optimizer=optimizer, loss=nn.MSELoss())
+    with pytest.raises(ValueError, match=r"would differ from rank to rank. Received: 2 such weights.*fully_shard\("):
+        grid.average_gradients(net.parameters())
+    net[1].requires_grad_(False)  # weights that nobody trains stay equal
+    hvdtrain.Trainer(net, optimizer=optimizer, loss=nn.MSELoss())
+
+
+class Drawn(Dataset):
+    """Samples that are drawn when they are read; each is its own target."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        drawn = torch.rand(4)
+        return drawn, drawn.clone()
+
+
+class Seen(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.rows = []
+
+    def forward(self, x):
+        if self.training:
+            self.rows += x.detach().tolist()
+        return super().forward(x)
+
+
+PLAN = {"2": ColwiseParallel(), "3": RowwiseParallel()}
+
+
+def fit_drawn(grid, **options):
+    """Train on samples that are drawn; return those that the first layer and the loss have seen, and the model."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Seen(), nn.Dropout(0.5), nn.Linear(4, 8), nn.Linear(8, 4))
+    first, targets = net[0], []
+    if grid.stages > 1:
+        net = grid.pipeline(net, micro_batches=2)
+    elif grid.tensors > 1:
+        net = parallelize_module(net, grid.mesh("tensor"), PLAN)
+    else:
+        net = fully_shard(net, mesh=grid.mesh("shard"))
+
+    def mse(outputs, wanted):
+        if torch.is_grad_enabled():
+            targets.extend(wanted.tolist())
+        return F.mse_loss(outputs, wanted)
+
+    trainer = hvdtrain.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss=mse)
+    how = {"batch_size": 12 // grid.data_size, "run_dir": None, "progress": False}
+    trainer.fit(Drawn(), **how, **options)
+    return first.rows, targets, net
+
+
+@pytest.mark.parametrize("lengths", [{"stages": 2}, {"tensor": 2}], ids=str)
+def test_ranks_of_a_replica_draw_the_same_samples(grid_of, hvd, lengths):
+    rows, targets, net = fit_drawn(grid_of(**lengths), epochs=2)
+    everyones = hvd.allgather_object((rows, targets))
+    if "stages" in lengths:
+        (rows, _), (_, targets) = everyones
+        rows = rows[-48:]  # a stage has computed some before, to learn the shapes
+    assert len(targets) == 48
+    assert rows == targets
+    if "tensor" in lengths:  # weights that are not divided stay equal, although they are before a dropout
+        assert everyones[0] == everyones[1]
+        first, second = hvd.allgather_object(net[0].weight.detach().numpy())
+        np.testing.assert_array_equal(first, second)
+
+
+def test_a_run_of_another_grid_does_not_leave_its_random_numbers_to_the_stages(grid_of, hvd, shared_tmp_path):
+    folder = str(shared_tmp_path)
+    grid = grid_of(shard=2)
+    fit_drawn(grid, epochs=1, callbacks=[Checkpoint(folder)])
+    grid.close()
+    rows, targets, _ = fit_drawn(grid_of(stages=2), epochs=2, callbacks=[Checkpoint(folder)])
+    (rows, _), (_, targets) = hvd.allgather_object((rows, targets))
+    assert len(targets) == 24
+    assert rows[-24:] == targets
+
+
+def test_stages_drop_other_units(grid_of, hvd):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    stage = grid.pipeline(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5)), micro_batches=1, at=["2"]
+    )
+    masks = []
+    next(each for each in stage.modules() if isinstance(each, nn.Dropout)).register_forward_hook(
+        lambda module, args, output: masks.append((output != 0).tolist())
+    )
+    stage.forward_backward(torch.randn(6, 8), lambda outputs, rows: outputs.sum())
+    first, second = hvd.allgather_object(masks[-1])
+    assert first != second
+    left = hvd.allgather_object(torch.rand(1).item())
+    assert left[0] == left[1]
+
+
+def test_a_stage_loads_its_layers_of_the_whole_models_state(grid_of):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    stage = grid.pipeline(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), micro_batches=2)
+    stage.load_state_dict(layers.state_dict())
+    for name, each in stage.state_dict().items():
+        torch.testing.assert_close(each, layers.state_dict()[name])
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
+        stage.load_state_dict(layers.state_dict() | {"other.weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_the_optimizer_of_a_frozen_stage_may_have_an_empty_group(grid_of, frozen):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    stage = grid.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), micro_batches=2, at=["2"])
+    stage.requires_grad_(grid.stage != frozen)
+    before = {name: each.clone() for name, each in stage.state_dict().items()}
+    trained = [each for each in stage.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained}], lr=0.01)
+    trainer = hvdtrain.Trainer(stage, optimizer=optimizer, loss=nn.MSELoss(), clip_norm=1.0)
+    data = torch.rand(13, 4), torch.rand(13, 1)
+    trainer.fit(data, batch_size=4, epochs=2, run_dir=None, progress=False)
+    assert len(trainer.state().meta["layout"][1][0]) == 2
+    for name, each in stage.state_dict().items():
+        assert torch.equal(each, before[name]) == (grid.stage == frozen)
