@@ -916,6 +916,20 @@ DEFECTS = (
         GRID,
     ),
     Defect(
+        "grid: a stage alone skips a step in which fp16 overflows",
+        "hvdtrain/torch/steps/update.py",
+        "or tensors.are_parts or tensors.is_divided:",
+        "or tensors.are_parts:",
+        GRID,
+    ),
+    Defect(
+        "grid: stages of shards count the rows that fill up",
+        "hvdtrain/torch/steps/stage_step.py",
+        "found = self._loss_of(move(lambda each: each[: batch.local_count], outputs), batch)",
+        "found = self._loss_of(outputs, batch)",
+        REPLICAS,
+    ),
+    Defect(
         "grid: stages save the optimizer's state under each other's numbers",
         "hvdtrain/torch/steps/grid_state.py",
         "return before + sum(each[group] for each in counts[:stage]) + index",
