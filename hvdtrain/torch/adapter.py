@@ -270,9 +270,6 @@ class TorchAdapter:
         """Return what computes the stages of a pipeline; imported here, because torch's schedules take a while."""
         from hvdtrain.torch.steps.stage_step import StageStep
 
-        trains = any(parameter.requires_grad for parameter in stage.parameters())
-        if not self._world.allreduce(np.array([trains], np.int32), "max", name="grid.trains")[0]:
-            raise ValueError(f"No stage of the model has trainable parameters. Received: {stage.grid}")
         stage.within = self._within_stage
         return StageStep(stage, step, self._to_device, self._world.rank, lambda *each: self._totals.add(*each))
 

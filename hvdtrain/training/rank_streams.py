@@ -43,12 +43,12 @@ class RankStreams:
         drawn_without = known is None or known[1] == progress.epoch
         self._unseeded = progress.epoch if progress.step and drawn_without else None
         if self._world.grid is not None and not streams.are_alike_in_replicas(_random(held), world=self._world):
-            held = {name: array for name, array in held.items() if name not in _random(held)}  # of another Grid
+            held = _without_random(held)  # of another Grid
         if is_own and self._world.size > 1:
             has_joined = bool(held) and not _random(held)  # the checkpoint has no states for this rank
             if known is None and held:  # continue from the states of the checkpoint, which may be alike
                 load_rank_state(self._adapter, _random(held))
-                held = {name: array for name, array in held.items() if name not in _random(held)}
+                held = _without_random(held)
             # A rank that has joined is where the script has seeded it: there, rank 0 was when the run began.
             how = {"every": has_joined, "in_threads": in_threads}
             found = streams.separate(
@@ -109,3 +109,9 @@ def _random(arrays: Arrays) -> Arrays:
     """Return the states of the global generators and the model's; those that data hold stay as they are."""
     names = (name for name in arrays if name.startswith("random.") and not name.startswith(rank_state.OF_DATA))
     return {name: arrays[name] for name in names}
+
+
+def _without_random(arrays: Arrays) -> Arrays:
+    """Return all other arrays."""
+    left_out = _random(arrays)
+    return {name: array for name, array in arrays.items() if name not in left_out}

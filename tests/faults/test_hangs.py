@@ -38,10 +38,10 @@ SHORT = [
     ("raise", 1, 3, "torch", "--gloo"),
     ("end early", 1, 2, "torch", "--mpi"),
     ("other names", 1, 2, "torch", "--gloo"),
-    ("other lengths", 1, 2, "distributed", "--mpi"),
 ]
 CUTOFF = [("sleep", 1, 2, "cutoff", "--gloo"), ("raise", 1, 2, "cutoff", "--mpi"), ("kill", 0, 2, "cutoff", "--mpi")]
-SHORT += [pytest.param(*each, marks=pytest.mark.long) for each in CUTOFF]
+LENGTHS = ("other lengths", 1, 2, "distributed", "--mpi")
+SHORT += [LENGTHS, *(pytest.param(*each, marks=pytest.mark.long) for each in CUTOFF)]
 FAULTS = ("kill", "stop", "sleep", "raise", "raise first", "end early", "other names", "other shapes")
 ALL = [
     (fault, victim, size, framework, plane)
@@ -49,8 +49,7 @@ ALL = [
     for victim, size in ((0, 2), (1, 2), (1, 3))
     for framework in ("torch", "tensorflow")
     for plane in ("--mpi", "--gloo")
-]
-ALL += [*CUTOFF, ("other lengths", 1, 2, "distributed", "--mpi")]
+] + [*CUTOFF, LENGTHS]
 
 
 @dataclass

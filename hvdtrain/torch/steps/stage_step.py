@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdtrain.adapter import Loss
@@ -26,11 +27,17 @@ class StageStep:
         step: computes the loss, on the last stage.
         to_device: moves a batch's arrays.
         add: adds a batch to the metrics.
+
+    Raises:
+        ValueError: on all ranks, if no stage has parameters that can be trained.
     """
 
     def __init__(self, stage: Stage, step: LossStep, to_device: ToDevice, rank: int, add: Add) -> None:
         self._stage, self._step, self._to_device, self._rank, self._add = stage, step, to_device, rank, add
         self._rows = EqualRows(stage.grid)
+        trains = any(parameter.requires_grad for parameter in stage.parameters())
+        if not stage.grid.world.allreduce(np.array([trains], np.int32), "max", name="grid.trains")[0]:
+            raise ValueError(f"No stage of the model has trainable parameters. Received: {stage.grid}")
 
     def train(self, batches: Sequence[Batch], weights: LossWeights, scaled: Callable[..., torch.Tensor]) -> None:
         """Add the gradients of micro-batches, each by its weight, and count them in the metrics.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,21 @@ def hvd() -> Any:
 @pytest.fixture
 def world(hvd: Any) -> Any:
     return hvdtrain.init("torch")
+
+
+@pytest.fixture
+def grid_of(world: Any) -> Iterator[Callable[..., Any]]:
+    """Make a Grid; it is closed at the end of the test, unless the test has closed it."""
+    made = []
+
+    def make(**lengths: int) -> Any:
+        made.append(hvdtrain_torch.Grid(**lengths))
+        return made[-1]
+
+    yield make
+    for grid in made:
+        if world.grid is grid:
+            grid.close()
 
 
 @pytest.fixture

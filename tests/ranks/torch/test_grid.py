@@ -110,19 +110,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def make_grid(hvd):
-    made = []
-
-    def make(**lengths):
-        made.append(hvdtrain.torch.Grid(**lengths))
-        return made[-1]
-
-    yield make
-    for grid in made:
-        grid.close()
-
-
 def full(value):
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
@@ -131,9 +118,9 @@ def full(value):
     "kind",
     [kind if kind in ("1f1b", "shard") else pytest.param(kind, marks=pytest.mark.world_size(4)) for kind in KINDS],
 )
-def test_a_divided_model_trains_the_weights_of_one_process(make_grid, size, kind):
+def test_a_divided_model_trains_the_weights_of_one_process(grid_of, size, kind):
     lengths, make = KINDS[kind]
-    grid = make_grid(**lengths)
+    grid = grid_of(**lengths)
     assert grid.replicas == size // 2
     part, whole = make(grid), Whole(clip=0.5)
     grid.broadcast_parameters(part.net)
@@ -153,8 +140,8 @@ def test_a_divided_model_trains_the_weights_of_one_process(make_grid, size, kind
 
 
 @pytest.mark.world_size(4)
-def test_replicas_that_begin_with_other_weights_get_those_of_the_first(make_grid):
-    grid = make_grid(stages=2)
+def test_replicas_that_begin_with_other_weights_get_those_of_the_first(grid_of):
+    grid = grid_of(stages=2)
     torch.manual_seed(grid.replica)
     net = nn.Linear(3, 3)
     torch.manual_seed(0)
@@ -164,8 +151,8 @@ def test_replicas_that_begin_with_other_weights_get_those_of_the_first(make_grid
 
 
 @pytest.mark.world_size(4)
-def test_a_parameter_without_a_gradient_counts_as_zeros_where_another_replica_has_one(make_grid):
-    grid = make_grid(stages=2)
+def test_a_parameter_without_a_gradient_counts_as_zeros_where_another_replica_has_one(grid_of):
+    grid = grid_of(stages=2)
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     if grid.replica == 1:
         used.grad = torch.full((2,), 4.0)
@@ -175,8 +162,8 @@ def test_a_parameter_without_a_gradient_counts_as_zeros_where_another_replica_ha
 
 
 @pytest.mark.world_size(4)
-def test_a_drop_in_optimizer_averages_over_the_replicas_of_a_part(make_grid, hvd):
-    grid = make_grid(stages=2)
+def test_a_drop_in_optimizer_averages_over_the_replicas_of_a_part(grid_of, hvd):
+    grid = grid_of(stages=2)
     net = nn.Linear(2, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), 1.0), named_parameters=net.named_parameters(), process_set=grid.process_set
@@ -187,16 +174,16 @@ def test_a_drop_in_optimizer_averages_over_the_replicas_of_a_part(make_grid, hvd
     torch.testing.assert_close(before - net.weight.detach(), torch.full((1, 2), 2.0 + grid.stage))
 
 
-def test_a_norm_that_is_not_a_number_reaches_the_gradients_of_every_stage(make_grid):
-    grid = make_grid(stages=2)
+def test_a_norm_that_is_not_a_number_reaches_the_gradients_of_every_stage(grid_of):
+    grid = grid_of(stages=2)
     part = nn.Parameter(torch.ones(2))
     part.grad = torch.tensor([1.0, float("nan") if grid.stage == 1 else 1.0])
     assert math.isnan(grid.clip_grad_norm_([part], 1.0))
     assert part.grad.isnan().all()
 
 
-def test_what_takes_every_ranks_model_for_a_whole_one_is_refused(make_grid, hvd):
-    make_grid(stages=2)
+def test_what_takes_every_ranks_model_for_a_whole_one_is_refused(grid_of, hvd):
+    grid_of(stages=2)
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with pytest.raises(HvdTrainError, match="prepare takes every rank's model"):
@@ -205,8 +192,8 @@ def test_what_takes_every_ranks_model_for_a_whole_one_is_refused(make_grid, hvd)
         hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
 
 
-def test_divided_parameters_are_refused_by_name(make_grid, hvd):
-    grid = make_grid(shard=2)
+def test_divided_parameters_are_refused_by_name(grid_of, hvd):
+    grid = grid_of(shard=2)
     net = fully_shard(nn.Linear(2, 2), mesh=grid.mesh("shard"))
     with pytest.raises(ValueError, match="torch has divided weight over"):
         hvd.DistributedOptimizer(
@@ -216,15 +203,15 @@ def test_divided_parameters_are_refused_by_name(make_grid, hvd):
         )
 
 
-def test_a_second_grid_and_a_group_across_the_axes_are_refused(make_grid, size):
-    grid = make_grid(shard=2)
+def test_a_second_grid_and_a_group_across_the_axes_are_refused(grid_of, size):
+    grid = grid_of(shard=2)
     with pytest.raises(HvdTrainError, match="is initialised already, on 'horovod'"):
-        make_grid(stages=2)
+        grid_of(stages=2)
     with pytest.raises(ValueError, match="mesh takes names of replica, stage, shard, tensor, in this order"):
         grid.mesh("shard", "replica")
 
 
-def test_after_close_a_grid_can_be_made_again(make_grid, hvd, size):
+def test_after_close_a_grid_can_be_made_again(grid_of, hvd, size):
     for lengths in ({"stages": 2}, {"shard": 2}):
         grid = hvdtrain.torch.Grid(**lengths)
         grid.close()
@@ -240,8 +227,8 @@ def row(rank, count=2, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str)
-def test_reductions_and_gathers_are_torchs(make_grid, rank, size, dtype):
-    make_grid(shard=2)
+def test_reductions_and_gathers_are_torchs(grid_of, rank, size, dtype):
+    grid_of(shard=2)
     ranks = range(size)
     total = sum(row(each, dtype=dtype) for each in ranks)
     for op, expected in ((dist.ReduceOp.SUM, total), (dist.ReduceOp.MAX, row(size - 1, dtype=dtype))):
@@ -262,8 +249,8 @@ def test_reductions_and_gathers_are_torchs(make_grid, rank, size, dtype):
     assert torch.equal(part, total)
 
 
-def test_what_moves_tensors_is_torchs(make_grid, rank, size):
-    make_grid(shard=2)
+def test_what_moves_tensors_is_torchs(grid_of, rank, size):
+    grid_of(shard=2)
     ranks = range(size)
     value = row(rank)
     dist.broadcast(value, src=size - 1)
@@ -285,8 +272,8 @@ def test_what_moves_tensors_is_torchs(make_grid, rank, size):
     dist.barrier()
 
 
-def test_messages_go_both_ways_between_neighbouring_stages_in_the_order_sent(make_grid, rank, size):
-    grid = make_grid(stages=size)
+def test_messages_go_both_ways_between_neighbouring_stages_in_the_order_sent(grid_of, rank, size):
+    grid = grid_of(stages=size)
     after, before = (rank + 1) % size, (rank - 1) % size
     received = [torch.empty(2, requires_grad=True), torch.empty(2)]
     works = [dist.isend(row(rank) + number, after, grid.group("stage")) for number in range(2)]
@@ -296,10 +283,10 @@ def test_messages_go_both_ways_between_neighbouring_stages_in_the_order_sent(mak
     assert [each.tolist() for each in received] == [(row(before) + number).tolist() for number in range(2)]
 
 
-def test_a_copy_of_a_sharded_model_is_the_whole_one(make_grid):
+def test_a_copy_of_a_sharded_model_is_the_whole_one(grid_of):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    grid = make_grid(shard=2)
+    grid = grid_of(shard=2)
     whole = model()
     net = sharded(copy.deepcopy(whole), grid, "shard")
     saved = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -307,9 +294,9 @@ def test_a_copy_of_a_sharded_model_is_the_whole_one(make_grid):
         assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
 
 
-def test_a_grid_opens_no_port(make_grid, hvd):
+def test_a_grid_opens_no_port(grid_of, hvd):
     before = {each.laddr for each in psutil.Process().net_connections()}
-    grid = make_grid(stages=2)
+    grid = grid_of(stages=2)
     dist.all_reduce(torch.ones(2))
     dist.barrier(grid.group("stage"))
     assert {each.laddr for each in psutil.Process().net_connections()} <= before

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections import OrderedDict
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -91,18 +90,13 @@ OF_FOUR = [pytest.param(f"stages of {parts}", marks=FOUR) for parts in ("tensors
 
 
 @pytest.fixture
-def make_grid(world):
-    made = []
-
+def make_grid(grid_of):
     def make(kind="1f1b"):
         lengths, divide = KINDS[kind]
-        grid = hvdtrain.torch.Grid(**lengths)
-        made.append(grid)
+        grid = grid_of(**lengths)
         return grid, divide(model(), grid)
 
-    yield make
-    for grid in made:
-        grid.close()
+    return make
 
 
 def optimizer_of(net, **options):
@@ -525,28 +519,6 @@ def test_inputs_that_are_not_one_tensor_are_refused(make_grid):
         net.outputs({"ids": torch.zeros(1)})
 
 
-class InPlace(nn.Module):
-    def forward(self, x):
-        return x.mul_(2).add_(1)
-
-
-def test_layers_that_freeze_and_thaw_train_as_in_one_process(make_grid):
-    grid, _ = make_grid()
-    torch.manual_seed(0)
-    layers, inputs = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)), torch.randn(12, 4)
-    stage = grid.pipeline(copy.deepcopy(layers), micro_batches=3, at=["1"])
-    for frozen in ("0", None, "0", "2"):
-        layers.zero_grad()
-        stage.zero_grad()
-        for net in (layers, stage):
-            for name, each in net.named_parameters():
-                each.requires_grad_(name[0] != frozen)
-        layers(inputs).square().mean().backward()
-        stage.forward_backward(inputs, lambda outputs, rows: outputs.square().sum() / 24)
-        for name, each in stage.named_parameters():
-            torch.testing.assert_close(each.grad, layers.get_parameter(name).grad)
-
-
 @pytest.mark.parametrize(
     ("frozen", "options", "atol"), [(0, {}, 1e-6), (1, {}, 1e-6), (0, {"precision": "fp16"}, 1e-5)], ids=str
 )
@@ -569,31 +541,3 @@ def test_stages_of_which_none_is_trained_are_refused(make_grid):
     _, net = make_grid()
     with pytest.raises(ValueError, match="No stage of the model has trainable parameters"):
         trainer_of(net.requires_grad_(False))
-
-
-def test_a_first_layer_that_works_in_place_computes_each_micro_batch_once(make_grid):
-    grid, _ = make_grid()
-    torch.manual_seed(0)
-    layers = nn.Sequential(InPlace(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    inputs = torch.randn(12, 4)
-    expected = layers(inputs.clone())
-    expected.square().mean().backward()
-    gradients = {name: each.grad.clone() for name, each in layers.named_parameters()}
-    layers.zero_grad()
-    stage = grid.pipeline(layers, micro_batches=3, at=["3"])
-    torch.testing.assert_close(stage.shared(stage.outputs(inputs.clone())), expected.detach())
-    stage.forward_backward(inputs.clone(), lambda outputs, rows: outputs.square().sum() / expected.numel())
-    for name, each in stage.named_parameters():
-        torch.testing.assert_close(each.grad, gradients[name])
-
-
-def test_a_second_context_of_a_stage_gives_other_types_between_stages(make_grid):
-    grid, _ = make_grid()
-    torch.manual_seed(0)
-    layers, inputs = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(12, 4)
-    expected = layers(inputs).detach()
-    stage = grid.pipeline(layers, micro_batches=3, at=["2"])
-    stage.within = lambda samples: torch.autocast("cpu", torch.bfloat16)
-    assert stage.shared(stage.outputs(inputs)).dtype == torch.bfloat16
-    stage.within = lambda samples: nullcontext()
-    torch.testing.assert_close(stage.shared(stage.outputs(inputs)), expected)

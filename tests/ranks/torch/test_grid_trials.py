@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -19,20 +20,6 @@ from hvdtrain.callbacks import Checkpoint
 from hvdtrain.errors import HvdTrainError
 
 pytestmark = pytest.mark.world_size(2)
-
-
-@pytest.fixture
-def grid_of(world):
-    made = []
-
-    def make(**lengths):
-        made.append(hvdtrain.torch.Grid(**lengths))
-        return made[-1]
-
-    yield make
-    for grid in made:
-        if world.grid is grid:
-            grid.close()
 
 
 class Call(nn.Module):
@@ -67,6 +54,51 @@ def test_what_goes_between_stages_has_the_gradients_of_one_process(grid_of, kind
     for name, each in stage.named_parameters():
         torch.testing.assert_close(each.grad, layers.get_parameter(name).grad)
     torch.testing.assert_close(stage.shared(stage.outputs(inputs)), expected.detach())
+
+
+def test_layers_that_freeze_and_thaw_train_as_in_one_process(grid_of):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    layers, inputs = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)), torch.randn(12, 4)
+    stage = grid.pipeline(copy.deepcopy(layers), micro_batches=3, at=["1"])
+    for frozen in ("0", None, "0", "2"):
+        layers.zero_grad()
+        stage.zero_grad()
+        for net in (layers, stage):
+            for name, each in net.named_parameters():
+                each.requires_grad_(name[0] != frozen)
+        layers(inputs).square().mean().backward()
+        stage.forward_backward(inputs, lambda outputs, rows: outputs.square().sum() / 24)
+        for name, each in stage.named_parameters():
+            torch.testing.assert_close(each.grad, layers.get_parameter(name).grad)
+
+
+def test_a_first_layer_that_works_in_place_computes_each_micro_batch_once(grid_of):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    layers = nn.Sequential(Call(lambda x: x.mul_(2).add_(1)), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    inputs = torch.randn(12, 4)
+    expected = layers(inputs.clone())
+    expected.square().mean().backward()
+    gradients = {name: each.grad.clone() for name, each in layers.named_parameters()}
+    layers.zero_grad()
+    stage = grid.pipeline(layers, micro_batches=3, at=["3"])
+    torch.testing.assert_close(stage.shared(stage.outputs(inputs.clone())), expected.detach())
+    stage.forward_backward(inputs.clone(), lambda outputs, rows: outputs.square().sum() / expected.numel())
+    for name, each in stage.named_parameters():
+        torch.testing.assert_close(each.grad, gradients[name])
+
+
+def test_a_second_context_of_a_stage_gives_other_types_between_stages(grid_of):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    layers, inputs = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(12, 4)
+    expected = layers(inputs).detach()
+    stage = grid.pipeline(layers, micro_batches=3, at=["2"])
+    stage.within = lambda samples: torch.autocast("cpu", torch.bfloat16)
+    assert stage.shared(stage.outputs(inputs)).dtype == torch.bfloat16
+    stage.within = lambda samples: nullcontext()
+    torch.testing.assert_close(stage.shared(stage.outputs(inputs)), expected)
 
 
 def test_sparse_gradients_are_clipped_by_the_norm_of_all_stages(grid_of):
