@@ -138,7 +138,7 @@ packages: $(STAMP) # What engines, models and docs install, at once
 engines: $(STAMP) ## Ray, Spark, loggers (installed here), Slurm, mpirun, several hosts: what this machine lacks is skipped
 	$(HAVE) ray pyspark pyarrow || $(PIP) -e ".[ray,spark]"
 	-$(HAVE) mlflow wandb || $(PIP) -e ".[loggers]"
-	python -m pytest --continue-on-collection-errors tests/engines tests/unit/callbacks/loggers
+	python -m pytest -n 2 $(WORKERS_OF_PYTEST) --continue-on-collection-errors tests/engines tests/unit/callbacks/loggers
 
 gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was built: needs no GPU
 	$(MAKE) VENV=.venv-gpu HVDTRAIN_GPU=1 setup

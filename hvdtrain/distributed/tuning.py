@@ -52,10 +52,6 @@ _NO_NETWORKS = {
     "OMPI_MCA_btl": "^openib,ofi,tcp,uct,usnic",
     "HWLOC_PLUGINS_BLACKLIST": "hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
 }
-# A process that no launcher started needs neither a daemon, which Open MPI 4 starts and which listens on every
-# interface, nor a transport. Only until MPI has started: what such a process launches later inherits its environment.
-_ALONE = {"OMPI_MCA_ess_singleton_isolated": "1", "OMPI_MCA_btl": "self"}
-_PMIX = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")  # what launchers set that `launch_environment.detect` does not know
 
 # By default Open MPI writes half a tensor to a TCP connection at once ("put"). What a rank has to answer waits behind
 # that, and meanwhile the other rank does not send: over 100 Mb/s and 1 Gb/s an allreduce took up to twice as long as
@@ -133,8 +129,6 @@ def prepare(engine: str, host: Host, *, nccl: bool, on_jax: bool = False) -> Tun
             wanted |= _NO_NETWORKS
     elif launch is not None:
         wanted |= _BETWEEN_HOSTS | network.without_bridges(os.environ)
-    elif not any(name.startswith(_PMIX) for name in os.environ):
-        wanted |= _ALONE
     if (not nccl or engine == "torch") and os.environ.get("HOROVOD_AUTOTUNE", "0") == "0":
         # By the build, not by this rank's GPU: ranks that fuse differently would wait for each other for ever.
         # Small gradients are sent in hvdtrain's buckets, and large ones gain nothing from a copy. Which tensors Horovod
@@ -163,13 +157,6 @@ def _set(wanted: dict[str, str]) -> list[str]:
         else:
             yours.append(variable)
     return yours
-
-
-def forget_alone() -> None:
-    """Take back what only a process without a launcher needs, now that MPI has started, or has not."""
-    for variable, value in _ALONE.items():
-        if _ours.get(variable) == value and os.environ.get(variable) == value:
-            del os.environ[variable], _ours[variable]
 
 
 def without_ours(environment: Mapping[str, str]) -> dict[str, str]:

@@ -266,10 +266,7 @@ def init_engine(
     watchdog.begin()  # ranks wait for each other to start, too
     decided = tuning.prepare(framework, host, nccl=bool(module.nccl_built()), on_jax=on_jax)
     affinity = os.sched_getaffinity(0)
-    try:
-        module.init(*args, **kwargs)
-    finally:
-        tuning.forget_alone()
+    module.init(*args, **kwargs)
     os.sched_setaffinity(0, affinity)  # MPI_Init may have narrowed it to one core
     given_comm = bool(args) or kwargs.get("comm") is not None
     if found and found.size and found.size != module.size() and not given_comm and not launch_environment.is_elastic():

@@ -228,6 +228,26 @@ def test_open_mpi_5_hears_of_ssh_what_4_does(hosts: int, tree: list[str], tmp_pa
     assert sorted(seen.read_text().splitlines()) == [f"PRTE_MCA_plm_ssh_{each}" for each in asked]
 
 
+ALONE = """
+import os, sys
+import hvdtrain
+hvdtrain.init("torch")
+script = "import hvdtrain; world = hvdtrain.init('torch'); print('rank', world.rank, 'of', world.size)"
+status = os.system(f'{sys.argv[1]} {sys.executable} -c "{script}"')  # C's environment, not os.environ
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", ["mpirun --allow-run-as-root --oversubscribe", "hvdtrain run --max-restarts 0 --launcher mpirun"]
+)
+def test_a_process_that_has_started_mpi_alone_can_launch_a_job(launcher: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ALONE, f"{launcher} -np 2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line[-11:] for line in done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
 STOPS = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), sys.exit(75)))  # it writes a checkpoint

@@ -19,7 +19,6 @@ TWO_HOSTS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2"}
 COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 TRANSPORTS = "OMPI_MCA_btl"
-ISOLATED = "OMPI_MCA_ess_singleton_isolated"
 COPY_IN_5 = "OMPI_MCA_smsc"
 SEGMENT_IN_5 = "OMPI_MCA_btl_sm_segment_size"
 PLUGINS = "HWLOC_PLUGINS_BLACKLIST"
@@ -36,7 +35,6 @@ def nothing_decided(monkeypatch):
         COPY,
         YIELD,
         TRANSPORTS,
-        ISOLATED,
         SEGMENT_IN_5,
         COPY_IN_5,
         PLUGINS,
@@ -167,27 +165,6 @@ def test_ranks_of_one_host_load_nothing_that_reaches_other_hosts(by_horovodrun, 
     assert os.environ[TRANSPORTS].startswith("^")
     assert PLUGINS in os.environ
     assert decided.yours == []
-
-
-def test_a_process_alone_starts_mpi_without_daemon_and_transports_and_leaves_no_trace_of_that(monkeypatch):
-    decided = tuning.prepare("torch", Host(), nccl=False)
-    assert (os.environ[ISOLATED], os.environ[TRANSPORTS]) == ("1", "self")
-    assert decided.yours == []
-    tuning.forget_alone()
-    assert not {ISOLATED, TRANSPORTS} & set(os.environ), "a job that this process launches would be cut off"
-
-
-def test_transports_that_the_user_chose_for_a_process_alone_stay(monkeypatch):
-    monkeypatch.setenv(TRANSPORTS, "self,tcp")
-    tuning.prepare("torch", Host(), nccl=False)
-    tuning.forget_alone()
-    assert os.environ[TRANSPORTS] == "self,tcp"
-
-
-def test_a_process_of_a_launcher_that_only_mpi_knows_is_not_taken_for_alone(monkeypatch):
-    monkeypatch.setenv("PMIX_RANK", "0")
-    tuning.prepare("torch", Host(), nccl=False)
-    assert not {ISOLATED, TRANSPORTS} & set(os.environ)
 
 
 @pytest.mark.parametrize("why", ["several hosts", "a GPU", "little shared memory"])
