@@ -57,6 +57,24 @@ if world.is_root:
 """
 
 
+STAGES = """
+import torch, hvdtrain, hvdtrain.torch
+from torch import nn
+
+world = hvdtrain.init()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+if world.size > 1:
+    model = hvdtrain.torch.Grid(stages=2).pipeline(model, micro_batches=2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = hvdtrain.Trainer(model, optimizer=optimizer, loss=nn.CrossEntropyLoss())
+x = torch.rand(50, 4)
+history = trainer.fit((x, (x[:, 0] > x[:, 1]).long()), epochs=3, batch_size=16)
+if world.is_root:
+    print(f"last of {world.size}: {history['loss'][-1]:.6f}", flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
     cluster = slurm.Cluster(tmp_path_factory.mktemp("slurm"))
@@ -155,3 +173,12 @@ def test_srun_without_pmix_is_told_what_to_type(cluster: slurm.Cluster) -> None:
     script = 'import hvdtrain; hvdtrain.init("torch")'
     output = cluster.run("srun", "--mpi=none", "-N1", "-n2", sys.executable, "-c", script, check=False)
     assert "Launch with `srun --mpi=pmix python script.py`" in output
+
+
+@pytest.mark.parametrize("launcher", ["srun", "run"])
+def test_two_nodes_are_the_stages_of_one_model(launcher: str, cluster: slurm.Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, STAGES, HVDTRAIN_LAUNCHER=launcher)
+    alone = cluster.run(sys.executable, "train.py", cwd=tmp_path)
+    job.wait_for_state("COMPLETED")
+    both = re.findall(r"last of (\d): (.*)", alone + job.output())
+    assert both == [("1", both[0][1]), ("2", both[0][1])], job.output()
