@@ -100,7 +100,13 @@ GROUPS = (
 
 # `--core`, by folder: that ranks train as one process does, through each framework's optimizers, steps and state.
 CORE = {
-    "torch": ("test_optimizer.py", "test_equal_to_others.py", "test_trainer_torch.py"),
+    "torch": (
+        "test_optimizer.py",
+        "test_equal_to_others.py",
+        "test_trainer_torch.py",
+        "test_grid.py",
+        "test_grid_trainer.py",
+    ),
     "keras": ("test_optimizer.py", "test_updates.py", "test_precision.py"),
     "training": ("test_trainer.py", "test_same_bits.py"),
 }

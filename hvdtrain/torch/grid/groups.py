@@ -138,6 +138,14 @@ class Group(_ProcessGroup):
         """Return the number of ranks."""
         return len(self._ranks)
 
+    def _get_backend(self, device: Any) -> Group:
+        """Return this group, which serves all devices. From 2.14 on torch asks it before a message what it supports."""
+        return self
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Return False: tensors need no memory of the backend's own."""
+        return False
+
     @property
     def group_name(self) -> str:
         """The name under which torch has registered this group."""

@@ -90,6 +90,7 @@ class Divided:
 def sharded(net, grid, *axes):
     for block in net:
         fully_shard(block, mesh=grid.mesh(*axes))
+        block.set_allocate_memory_from_process_group_for_comm(True)  # it asks the group
     return fully_shard(net, mesh=grid.mesh(*axes))
 
 
