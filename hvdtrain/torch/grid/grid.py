@@ -131,6 +131,13 @@ class Grid:
         """The name of this rank's part of the model: its stage, shard and tensor part."""
         return f"{self.stage}.{self.shard}.{self.tensor}"
 
+    def describe_part(self) -> str:
+        """Return this rank's part of the model in words, such as "stage 1, shard 0 on rank 2"."""
+        axes = {"stage": (self.stages, self.stage), "shard": (self.shards, self.shard)}
+        axes["tensor part"] = (self.tensors, self.tensor)
+        places = [f"{axis} {place}" for axis, (length, place) in axes.items() if length > 1]
+        return f"{', '.join(places) or 'the whole model'} on rank {self.world.rank}"
+
     @property
     def part_root(self) -> int:
         """The rank of the first replica that holds this rank's part of the model."""

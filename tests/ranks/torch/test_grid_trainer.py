@@ -426,7 +426,6 @@ REFUSALS = {
     "the model is a stage": ("1f1b", lambda net, grid: trainer_of(model())),
     "the model is divided before": ("shard", lambda net, grid: trainer_of(model())),
     "own parameters": ("1f1b", lambda net, grid: trainer_of(net, make=lambda _: optimizer_of(model()))),
-    "Received: nan_policy='skip'": ("1f1b", lambda net, grid: trainer_of(net, nan_policy="skip")),
     "Received: micro_batch=2": ("1f1b", lambda net, grid: trainer_of(net, micro_batch=2)),
     "Received: shard='optimizer'": ("1f1b", lambda net, grid: trainer_of(net, shard="optimizer")),
     "Received: compression='fp16'": ("shard", lambda net, grid: trainer_of(net, compression="fp16")),

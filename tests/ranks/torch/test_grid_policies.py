@@ -1,0 +1,306 @@
+"""What the ranks of a Grid decide together: steps whose gradients are not finite."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from grid_kit import PLAN, TOKENS, WIDTH, Block
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import hvdtrain
+import hvdtrain.torch
+from hvdtrain.callbacks import Callback, SyncCheck
+from hvdtrain.checkpoint import scan
+from hvdtrain.distributed import world as worlds
+from hvdtrain.errors import NonFiniteError
+
+pytestmark = pytest.mark.world_size(2)
+CLASSES = 5
+BATCH, SAMPLES = 12, 53  # of one process; the last step of an epoch has 5 samples
+BAD = 17  # the sample that is not finite
+FOUR = pytest.mark.world_size(4)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.linear(x.mean(1))
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Head())
+
+
+def with_norms():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(TOKENS * WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8),
+        nn.Linear(8, CLASSES),
+    )  # fmt: skip
+
+
+def data(bad=(BAD,)):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(SAMPLES, TOKENS, WIDTH)).astype(np.float32)
+    x[list(bad)] = np.nan
+    return x, rng.integers(0, CLASSES, SAMPLES)
+
+
+def staged(net, grid):
+    return grid.pipeline(net, micro_batches=3)
+
+
+def sharded(net, grid):
+    for layer in net.children():
+        fully_shard(layer, mesh=grid.mesh("shard"))
+    return fully_shard(net, mesh=grid.mesh("shard"))
+
+
+def divided(net, grid):
+    for layer in net.children():
+        if isinstance(layer, Block):
+            parallelize_module(layer, grid.mesh("tensor"), PLAN)
+    return net
+
+
+KINDS = {
+    "stages": ({"stages": 2}, staged),
+    "shards": ({"shard": 2}, sharded),
+    "tensor parts": ({"tensor": 2}, divided),
+    "stages of tensor parts": ({"stages": 2, "tensor": 2}, lambda net, grid: staged(divided(net, grid), grid)),
+    "stages of shards": ({"stages": 2, "shard": 2}, lambda net, grid: sharded(staged(net, grid), grid)),
+}
+OF_TWO = ["stages", "shards", "tensor parts"]
+
+
+@pytest.fixture
+def make_grid(grid_of):
+    def make(kind="stages", make_model=model):
+        lengths, divide = KINDS[kind]
+        grid = grid_of(**lengths)
+        return grid, divide(make_model(), grid)
+
+    return make
+
+
+def trainer_of(net, **options):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    options = {"nan_policy": "skip"} | options
+    return hvdtrain.Trainer(net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), metrics=["accuracy"], **options)
+
+
+def fit(trainer, *, replicas=1, bad=(BAD,), epochs=2, samples=SAMPLES, **options):
+    rows = tuple(each[:samples] for each in data(bad))
+    how = {"batch_size": BATCH // replicas, "run_dir": None, "progress": False}
+    return trainer.fit(rows, epochs=epochs, validation=data(()), **how, **options)
+
+
+@contextmanager
+def one_process():
+    """Within it, this rank trains alone, as a script without a launcher."""
+    before = worlds.current()
+    worlds.use(worlds.SoloWorld())
+    try:
+        yield
+    finally:
+        worlds.use(before)
+
+
+def alone(make_model=model, *, prepare=lambda trainer: None, of_fit=None, **options):
+    """Return the state and history of one process."""
+    with one_process():
+        trainer = trainer_of(make_model(), **options)
+        prepare(trainer)
+        history = fit(trainer, **(of_fit or {}))
+        return trainer.state(), history
+
+
+def assert_equal(state, expected, *, atol=1e-6):
+    assert sorted(state.arrays) == sorted(expected.arrays)
+    for name in expected.arrays:
+        assert np.isfinite(expected.arrays[name]).all()
+        np.testing.assert_allclose(state.arrays[name], expected.arrays[name], rtol=0, atol=atol, err_msg=name)
+
+
+def assert_same_history(history, expected):
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        assert history[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+class Taken(Callback):
+    """Notes which steps were taken."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, trainer, step):
+        self.steps.append(trainer.step_taken)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5, "accumulate": 2}], ids=str)
+@pytest.mark.parametrize("kind", [*OF_TWO, *(pytest.param(kind, marks=FOUR) for kind in KINDS)])
+def test_a_grid_skips_the_step_that_one_process_skips(make_grid, hvd, kind, options):
+    state, expected = alone(**options)
+    grid, net = make_grid(kind)
+    trainer, taken = trainer_of(net, **options), Taken()
+    history = fit(trainer, replicas=grid.data_size, callbacks=[taken, SyncCheck(1)])
+    assert taken.steps.count(False) == 2  # one in each epoch
+    assert hvd.allgather_object(taken.steps) == [taken.steps] * hvd.size()
+    assert_same_history(history, expected)
+    assert_equal(trainer.state(), state)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_stages_in_mixed_precision_skip_as_one_process_does(make_grid, precision):
+    # From a scale of 1 on, loss scaling skips no step by itself.
+    def scale(trainer):
+        scaler = trainer._adapter._update.scaler
+        scaler.load_state_dict(scaler.state_dict() | ({"scale": 1.0} if precision == "fp16" else {}))
+
+    whole = {"samples": 4 * BATCH}  # a short step would be cut into other micro-batches
+    options = {"precision": precision}
+    state, expected = alone(prepare=scale, of_fit=whole, micro_batch=BATCH // 3, **options)
+    _, net = make_grid()
+    trainer, taken = trainer_of(net, **options), Taken()
+    scale(trainer)
+    assert_same_history(fit(trainer, callbacks=[taken], **whole), expected)
+    assert taken.steps.count(False) == 2
+    assert_equal(trainer.state(), state, atol=0)
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_loss_scaling_lowers_its_scale_before_stages_report_a_fault(make_grid, policy):
+    _, net = make_grid()
+    trainer, taken = trainer_of(net, precision="fp16", nan_policy=policy), Taken()
+    fit(trainer, callbacks=[taken])
+    assert taken.steps.count(False) == 2
+    assert trainer.state().meta["scaler"]["scale"] == 2.0**14
+
+
+def test_a_skipped_step_leaves_running_statistics_of_stages_alone(make_grid):
+    whole = {"samples": 4 * BATCH}
+    state, expected = alone(with_norms, micro_batch=BATCH // 3, of_fit=whole)
+    _, net = make_grid(make_model=with_norms)
+    trainer = trainer_of(net)
+    assert_same_history(fit(trainer, **whole), expected)
+    assert_equal(trainer.state(), state)
+    assert state.arrays["model.2.num_batches_tracked"] == 3 * 2 * 3  # steps, epochs, micro-batches
+
+
+@pytest.mark.parametrize("kind", [*OF_TWO, *(pytest.param(kind, marks=FOUR) for kind in KINDS)])
+def test_raise_names_weight_part_and_samples_alike_on_every_rank(make_grid, hvd, kind):
+    grid, net = make_grid(kind)
+    with pytest.raises(NonFiniteError) as caught:
+        fit(trainer_of(net, nan_policy="raise"), replicas=grid.data_size)
+    message = str(caught.value)
+    assert hvd.allgather_object(message) == [message] * hvd.size()
+    samples, _, rest = message.partition("the loss of the samples ")[2].partition(" is not finite, and ")
+    assert str(BAD) in samples.partition(" and ")[0].split(", ")
+    first = "stage 0" if "stages" in kind else "shard 0" if kind == "shards" else "tensor part 0"
+    assert rest.startswith("the gradient of 0.norms.0.weight (" + first)
+    teller = int(message.partition("on rank ")[2].split()[0])
+    assert hvd.allgather_object(grid.stage == grid.stages - 1 and grid.tensor == 0)[teller]
+
+
+class Overflow:
+    """Makes one gradient of one rank infinite, in one step."""
+
+    def __init__(self, net, name, *, on):
+        calls = itertools.count()
+        if on and name in dict(net.named_parameters()):
+            net.get_parameter(name).register_hook(lambda grad: grad * (math.inf if next(calls) == 4 else 1))
+
+
+@pytest.mark.parametrize("name", ["0.up.weight", "2.linear.bias"])
+def test_a_gradient_that_overflows_in_one_stage_is_skipped_in_all(make_grid, name, caplog, rank):
+    def trained(net, **options):
+        Overflow(net, name, on=True)
+        trainer, taken = trainer_of(net, **options), Taken()
+        fit(trainer, bad=(), callbacks=[taken], samples=4 * BATCH)
+        return trainer.state(), taken.steps
+
+    with one_process():
+        expected, steps = trained(model(), micro_batch=BATCH // 3)
+    _, net = make_grid()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        found, taken = trained(net)
+    assert taken == steps
+    assert taken.count(False) == 1
+    assert_equal(found, expected)
+    stage = 0 if name[0] == "0" else 1
+    if rank == 0:  # one replica: only its samples can be the cause
+        text = f"is [0-9.]+, and the gradient of {name} \\(stage {stage} on rank {stage}\\) is not finite"
+        assert re.search(text, caplog.text)
+
+
+@FOUR
+def test_a_gradient_that_overflows_although_losses_are_finite_has_no_culprit(make_grid, hvd):
+    grid, net = make_grid()
+    Overflow(net, "0.up.weight", on=grid.replica == 1)
+    with pytest.raises(NonFiniteError, match=r"0\.up\.weight \(stage 0 on rank 0\) is not finite, though") as caught:
+        fit(trainer_of(net, nan_policy="raise"), replicas=2, bad=())
+    message = str(caught.value)
+    assert hvd.allgather_object(message) == [message] * 4
+
+
+@pytest.mark.parametrize("kind", [*OF_TWO, *(pytest.param(kind, marks=FOUR) for kind in KINDS)])
+def test_stop_ends_a_grid_with_a_finite_checkpoint_that_one_process_loads(make_grid, shared_tmp_path, kind):
+    folder = str(shared_tmp_path / "checkpoints")
+    grid, net = make_grid(kind)
+    trainer, taken = trainer_of(net, nan_policy="stop"), Taken()
+    fit(trainer, replicas=grid.data_size, checkpoint_dir=folder, callbacks=[taken])
+    step = len(taken.steps)
+    assert step == 3
+    saved, expected = f"{folder}/epoch-000000-step-{step:08d}", trainer.state()
+    assert scan(saved).finite
+    with one_process():
+        found = model()
+        optimizer = torch.optim.SGD(found.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        loaded = hvdtrain.Trainer.load(saved, found, optimizer=optimizer, loss=nn.CrossEntropyLoss())
+        assert_equal(loaded.state(), expected, atol=0)
+
+
+@FOUR
+@pytest.mark.parametrize("sync", [hvdtrain.LocalSGD(every=3), hvdtrain.DiLoCo(every=3)], ids=str)
+@pytest.mark.parametrize("kind", OF_TWO)
+def test_replicas_that_step_alone_skip_alone(make_grid, hvd, kind, sync, caplog):
+    grid, net = make_grid(kind)
+    trainer = trainer_of(net, sync=sync)
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        history = fit(trainer, replicas=grid.data_size, callbacks=[SyncCheck(1)])
+    assert all(np.isfinite(each).all() for each in history.values())
+    assert all(np.isfinite(each).all() for each in trainer.state().arrays.values())
+    text = hvd.broadcast_object(caplog.text if hvd.rank() == 0 else None, 0)
+    assert text.count("Skipped.") == 2
+    assert "the gradient of 0.norms.0.weight (" in text
+
+
+@FOUR
+def test_replicas_that_step_alone_report_another_replicas_overflow(make_grid, hvd):
+    grid, net = make_grid("shards")
+    calls = itertools.count()
+
+    def overflow(block, args, output):
+        if grid.data_rank == 3 and output.requires_grad and next(calls) == 1:
+            output.register_hook(lambda grad: grad * math.inf)
+
+    net[0].register_forward_hook(overflow)
+    with pytest.raises(NonFiniteError, match="though the losses") as caught:
+        fit(trainer_of(net, nan_policy="raise", sync=hvdtrain.LocalSGD(every=3)), replicas=4, bad=())
+    message = str(caught.value)
+    assert "the gradient of 0." in message
+    assert hvd.allgather_object(message) == [message] * 4
