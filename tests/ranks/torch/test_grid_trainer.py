@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import hvdtrain
 import hvdtrain.torch
-from hvdtrain.callbacks import EMA, Callback, Checkpoint, EarlyStopping, SyncCheck
+from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping, SyncCheck
 from hvdtrain.distributed import world as worlds
 from hvdtrain.errors import DesyncError, HvdTrainError
 
@@ -369,7 +369,7 @@ class StopAt(Callback):
     [
         ("1f1b", None),
         ("shard", None),
-        pytest.param("stages of shards", None, marks=FOUR),
+        *(pytest.param(kind, None, marks=FOUR) for kind in ("shard", "tensor", "stages of shards")),
         pytest.param("1f1b", hvdtrain.DiLoCo(every=2), marks=FOUR),
     ],
     ids=str,
@@ -433,10 +433,6 @@ REFUSALS = {
     "the speed of one is not known": (
         "1f1b",
         lambda net, grid: fit(trainer_of(net), replicas=grid.data_size, balance="speed"),
-    ),
-    "EMA keeps the averages of a whole model": (
-        "shard",
-        lambda net, grid: fit(trainer_of(net), replicas=grid.data_size, callbacks=[EMA()]),
     ),
     "on one replica of": ("shard", lambda net, grid: trainer_of(net, sync=hvdtrain.DiLoCo(every=2))),
     "rename the layer. Received: 'outputs'": (
