@@ -1,4 +1,4 @@
-"""What the ranks of a Grid decide together: steps whose gradients are not finite."""
+"""What the ranks of a Grid do together besides steps: leave out a step, and average weights over steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 import logging
 import math
 import re
-from contextlib import contextmanager
+import shutil
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import hvdtrain
 import hvdtrain.torch
-from hvdtrain.callbacks import Callback, SyncCheck
+from hvdtrain.callbacks import EMA, Callback, Checkpoint, EarlyStopping, SyncCheck
 from hvdtrain.checkpoint import scan
 from hvdtrain.distributed import world as worlds
 from hvdtrain.errors import NonFiniteError
@@ -65,7 +66,8 @@ def staged(net, grid):
 
 def sharded(net, grid):
     for layer in net.children():
-        fully_shard(layer, mesh=grid.mesh("shard"))
+        if isinstance(layer, Block):  # the head is left to the outermost module, which keeps it after evaluation
+            fully_shard(layer, mesh=grid.mesh("shard"))
     return fully_shard(net, mesh=grid.mesh("shard"))
 
 
@@ -304,3 +306,140 @@ def test_replicas_that_step_alone_report_another_replicas_overflow(make_grid, hv
     message = str(caught.value)
     assert "the gradient of 0." in message
     assert hvd.allgather_object(message) == [message] * 4
+
+
+# Averages of weights
+
+
+def averages_of(trainer, ema):
+    """Return the whole model's averages, on all ranks."""
+    with ema.averaged():
+        return {name: each for name, each in trainer.state().arrays.items() if name.startswith("model.")}
+
+
+def trained_with_averages(net, *, replicas, epochs=2, callbacks=(), **options):
+    trainer, ema = trainer_of(net, nan_policy=None, **options), EMA(0.8, every=2)
+    history = fit(trainer, replicas=replicas, bad=(), epochs=epochs, callbacks=[ema, *callbacks])
+    return trainer, ema, history
+
+
+@pytest.mark.parametrize("kind", [*OF_TWO, *(pytest.param(kind, marks=FOUR) for kind in KINDS)])
+def test_averages_of_a_grid_are_those_of_one_process(make_grid, kind):
+    with one_process():
+        trainer, ema, expected = trained_with_averages(model(), replicas=1)
+        state, averages = trainer.state(), averages_of(trainer, ema)
+        (loss,) = evaluated(trainer, ema)
+    grid, net = make_grid(kind)
+    trainer, ema, history = trained_with_averages(net, replicas=grid.data_size, callbacks=[SyncCheck(1)])
+    assert_same_history(history, expected)
+    found = averages_of(trainer, ema)
+    assert sorted(found) == sorted(averages)
+    for name, each in averages.items():
+        np.testing.assert_allclose(found[name], each, rtol=0, atol=1e-6, err_msg=name)
+        assert not np.allclose(each, state.arrays[name], rtol=0, atol=1e-6), name
+    assert evaluated(trainer, ema) == pytest.approx([loss], rel=1e-5)
+    assert_equal(trainer.state(), state)  # the weights are back
+
+
+def evaluated(trainer, ema):
+    with ema.averaged():
+        return [trainer.evaluate(data(()))["loss"]]
+
+
+def test_weights_gathered_for_averages_are_not_trained(make_grid):
+    with one_process():
+        trainer = trainer_of(model(), nan_policy=None)
+        fit(trainer, bad=())
+        expected = trainer.state()
+    _, net = make_grid("shards")
+    trainer, ema = trainer_of(net, nan_policy=None), EMA(0.5, every=1)
+    rows = data(())
+    how = {"batch_size": BATCH // 2, "run_dir": None, "progress": False, "validation": rows, "validate_every": 2}
+    trainer.fit(rows, epochs=2, callbacks=[ema], **how)
+    with ema.averaged():
+        trainer.predict(rows[0])
+    assert_equal(trainer.state(), expected)
+
+
+class StopError(Exception):
+    """Ends a fit in the middle."""
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer, step):
+        if trainer.global_step == self.step:
+            raise StopError
+
+
+RESUMES = [
+    *((kind, None) for kind in OF_TWO),
+    *(pytest.param(kind, None, marks=FOUR) for kind in KINDS),
+    *(pytest.param(kind, hvdtrain.DiLoCo(every=2), marks=FOUR) for kind in OF_TWO),
+    pytest.param("stages", hvdtrain.LocalSGD(every=3), marks=FOUR),
+]
+
+
+@pytest.mark.parametrize(("kind", "sync"), RESUMES, ids=str)
+def test_a_resumed_grid_has_the_averages_of_one_that_never_stopped(make_grid, shared_tmp_path, kind, sync):
+    grid, _ = make_grid(kind)
+    found = []
+    for stops in (None, 5):
+        folder = str(shared_tmp_path / str(stops))
+        for stop in [stops, None] if stops else [None]:
+            callbacks = [Checkpoint(folder, every_steps=2), *([StopAt(stop)] if stop else [])]
+            net = KINDS[kind][1](model(), grid)
+            with suppress(StopError):
+                trainer, ema, history = trained_with_averages(
+                    net, replicas=grid.data_size, callbacks=callbacks, sync=sync, clip_norm=0.5
+                )
+        found.append((averages_of(trainer, ema), history["val_loss"]))
+    (averages, losses), (again, resumed) = found
+    assert resumed == losses
+    for name, each in averages.items():
+        np.testing.assert_array_equal(again[name], each, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [*OF_TWO, *(pytest.param(kind, marks=FOUR) for kind in KINDS)])
+def test_averages_go_from_a_grid_to_one_process_and_back(make_grid, shared_tmp_path, world, kind):
+    folder, mine = str(shared_tmp_path / "grid"), str(shared_tmp_path / f"alone-{world.rank}")
+    with one_process():
+        trainer, ema, _ = trained_with_averages(model(), replicas=1, epochs=3)
+        expected = averages_of(trainer, ema)
+    grid, net = make_grid(kind)
+    trainer, ema, _ = trained_with_averages(net, replicas=grid.data_size, epochs=1, callbacks=[Checkpoint(folder)])
+    saved = averages_of(trainer, ema)
+    with one_process():
+        exported = model()
+        EMA.load(f"{folder}/epoch-000001", exported)  # the whole model's averages, without the Trainer
+        for name, each in exported.state_dict().items():
+            np.testing.assert_array_equal(each.numpy(), saved[f"model.{name}"], err_msg=name)
+        if world.rank == 0:
+            shutil.copytree(folder, mine)
+            trained_with_averages(model(), replicas=1, epochs=2, callbacks=[Checkpoint(mine)])
+    world.barrier()
+    net, back = KINDS[kind][1](model(), grid), Checkpoint(str(shared_tmp_path / "alone-0"))
+    trainer, ema, _ = trained_with_averages(net, replicas=grid.data_size, epochs=3, callbacks=[back])
+    assert trainer.global_step == 3 * 5
+    found = averages_of(trainer, ema)
+    for name, each in expected.items():
+        np.testing.assert_allclose(found[name], each, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_the_best_weights_come_back_beside_averages_after_a_resume(make_grid, shared_tmp_path):
+    def best(net, replicas, folder):
+        stopping = EarlyStopping("val_loss", patience=1, restore_best=True)
+        for epochs in (2, 6):
+            trainer, _, history = trained_with_averages(
+                net(), replicas=replicas, epochs=epochs, callbacks=[stopping, Checkpoint(folder)]
+            )
+        return trainer.state(), history["val_loss"]
+
+    grid, _ = make_grid("stages")
+    found, losses = best(lambda: KINDS["stages"][1](model(), grid), 1, str(shared_tmp_path / "grid"))
+    with one_process():
+        expected, all_losses = best(model, 1, str(shared_tmp_path / f"alone-{grid.stage}"))
+    assert losses == pytest.approx(all_losses, rel=1e-5)
+    assert_equal(found, expected, atol=1e-5)
