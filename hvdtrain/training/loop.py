@@ -112,6 +112,8 @@ class Loop:
                 self._run_epochs()
                 self._finish()
             except BaseException as error:
+                if isinstance(error, SystemExit):
+                    watchdog.note_status(error.code)
                 self.memory.explain(error)
                 streams.share(None)
                 self._adapter.abandon()

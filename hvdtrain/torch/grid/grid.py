@@ -243,9 +243,10 @@ class Grid:
     def _wait_at_exit(self) -> None:
         """Let ranks whose script ends early wait for the others: a rank that leaves ends Horovod for all.
 
-        After other stages have ended, ranks of the last one may still evaluate.
+        After other stages have ended, ranks of the last one may still evaluate. A rank that leaves with an error's
+        status does not wait: what others expect of it never comes.
         """
-        if not watchdog.is_ending():
+        if not watchdog.is_failing():
             with contextlib.suppress(Exception):  # another rank has failed, and says so itself
                 self.world.allreduce(np.zeros(1, np.int32), name="grid.end")
 
