@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -281,14 +282,20 @@ class CallbackList:
         named = [[each.name, each.state()] for each in self._callbacks]
         return [[name, state] for name, state in named if state]
 
-    def load_states(self, states: Sequence[Sequence[Any]]) -> None:
-        """Restore each callback's state, found by class name; several of one class by their order."""
-        left = list(states)
+    def load_states(self, states: Sequence[Sequence[Any]], *, world: World) -> None:
+        """Restore each callback's state, found by class name; several of one class by their order.
+
+        A collective where a Grid divides the model: ranks gather the arrays that a callback on any rank takes whole.
+        """
+        names = {each.name for each in self._callbacks if not each.takes_parts}
+        if world.grid is not None:
+            names = set(chain(*world.allgather_object(sorted(names), name="callbacks")))
+        left = [[name, _whole(state) if name in names else state] for name, state in states]
         for callback in self._callbacks:
             found = next((each for each in left if each[0] == callback.name), None)
             if found is not None:
                 left.remove(found)
-                callback.load_state(found[1] if callback.takes_parts else _whole(found[1]))
+                callback.load_state(found[1])
 
     def close(self) -> None:
         """Close each callback, once."""

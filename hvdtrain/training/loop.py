@@ -107,7 +107,7 @@ class Loop:
                 with self.state.drawing_alike("on_fit_begin"):
                     for hook in self._hooks:
                         hook.on_fit_begin(self._context)
-                self._hooks.load_states(callback_states)
+                self._hooks.load_states(callback_states, world=self._world)
                 self.saver.commit()
                 self._run_epochs()
                 self._finish()

@@ -428,6 +428,64 @@ def test_averages_go_from_a_grid_to_one_process_and_back(make_grid, shared_tmp_p
         np.testing.assert_allclose(found[name], each, rtol=0, atol=1e-6, err_msg=name)
 
 
+class Counts(Callback):
+    """Counts steps, in an array."""
+
+    def __init__(self):
+        self.steps = np.zeros(3, np.int64)
+
+    def on_step_end(self, trainer, step):
+        self.steps = self.steps + 1
+
+    def state(self):
+        return {"steps": self.steps}
+
+    def load_state(self, state):
+        self.steps = state["steps"]
+
+
+def test_a_callback_of_rank_0_alone_resumes_with_its_array_beside_averages(make_grid, shared_tmp_path, rank):
+    grid, _ = make_grid()
+    for epochs in (1, 2):
+        counts = [Counts()] if rank == 0 else []
+        callbacks = [Checkpoint(str(shared_tmp_path)), *counts]
+        trained_with_averages(KINDS["stages"][1](model(), grid), replicas=1, epochs=epochs, callbacks=callbacks)
+    assert [each.steps.tolist() for each in counts] == ([[10, 10, 10]] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("kind", OF_TWO)
+def test_averages_leave_out_skipped_steps_of_a_grid_that_resumes(make_grid, shared_tmp_path, rank, kind):
+    def trained(net, replicas, folder, stop=None):
+        trainer, ema = trainer_of(net, clip_norm=0.5), EMA(0.8, every=1)
+        callbacks = [ema, Checkpoint(folder, every_steps=1), *([StopAt(stop)] if stop else [])]
+        with suppress(StopError):
+            fit(trainer, replicas=replicas, callbacks=callbacks)
+        return averages_of(trainer, ema)
+
+    with one_process():
+        expected = trained(model(), 1, str(shared_tmp_path / f"alone-{rank}"))
+    grid, _ = make_grid(kind)
+    for stop in (5, None):  # one of the first five steps is skipped
+        found = trained(KINDS[kind][1](model(), grid), grid.data_size, str(shared_tmp_path / "grid"), stop)
+    for name, each in expected.items():
+        np.testing.assert_allclose(found[name], each, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_averages_of_another_model_are_one_error_on_every_rank(make_grid, shared_tmp_path):
+    grid, _ = make_grid()
+    folder = str(shared_tmp_path)
+    for frozen in ((), ("0.up.weight",)):
+        net = KINDS["stages"][1](model(), grid)
+        for name, each in net.named_parameters():
+            each.requires_grad_(name not in frozen)
+        callbacks = [Checkpoint(folder)]
+        if frozen:
+            with pytest.raises(ValueError, match=r"the average of 0\.up\.weight is .* and missing in the model"):
+                trained_with_averages(net, replicas=1, epochs=2, callbacks=callbacks)
+        else:
+            trained_with_averages(net, replicas=1, epochs=1, callbacks=callbacks)
+
+
 def test_the_best_weights_come_back_beside_averages_after_a_resume(make_grid, shared_tmp_path):
     def best(net, replicas, folder):
         stopping = EarlyStopping("val_loss", patience=1, restore_best=True)
