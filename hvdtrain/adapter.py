@@ -240,7 +240,7 @@ class State:
 class Fault:
     """The reason why no rank took a step: a reduced gradient, equal on all ranks, is not finite."""
 
-    reduced: str  # name of the first such parameter
+    reduced: str | None  # name of the first such parameter; None if only another rank knows it
     own: str | None  # the first parameter whose gradient is not finite on this rank, before the reduction
     loss: float  # this rank's mean over its batches
     batches: Sequence[Batch] | None = None  # of that step; None for the last one
@@ -248,6 +248,7 @@ class Fault:
     in_a_row: int | None = None  # steps that a rank did not take, up to now; None where every step reports a fault
     is_late: bool = False  # True if the step was already taken when ranks learn of the fault
     is_restored: bool = False  # True if the gradient comes from a checkpoint, which does not say what made it
+    is_by_loss: bool = False  # True if, instead of `own`, the loss shows that this rank's samples are the cause
 
 
 @dataclass

@@ -937,6 +937,20 @@ DEFECTS = (
         GRID,
     ),
     Defect(
+        "grid: a stage alone refuses a step whose gradient is not finite",
+        "hvdtrain/torch/reduction/grid_part.py",
+        'return not self._over_replica(float(not finite), "max")',
+        "return finite",
+        ranks("torch", "test_grid_policies and overflows_in_one_stage"),
+    ),
+    Defect(
+        "grid: shards train the weights that they have gathered of the averages",
+        "hvdtrain/torch/averaging.py",
+        "divided.reshard(self._model)",
+        "pass",
+        ranks("torch", "test_grid_policies and gathered"),
+    ),
+    Defect(
         "grid: replicas of a part are not compared",
         "hvdtrain/callbacks/sync_check.py",
         "return not differ, found",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.adapter import State
+from hvdtrain.adapter import ShardedArray, State
 from hvdtrain.checkpoint import typed_json
 from hvdtrain.checkpoint.store import Store
 from hvdtrain.distributed.world import World
@@ -166,6 +167,7 @@ class Callback:
     # Whether it gives the model other weights for validation: then its on_validation_end comes before the others'.
     swaps_weights = False
     sets_learning_rate = False  # whether it changes the optimizer's learning rate during the run
+    takes_parts = False  # whether `load_state` takes a `ShardedArray`, as a Grid's ranks get for each array
 
     @property
     def name(self) -> str:
@@ -221,7 +223,7 @@ class Callback:
         """Return state for checkpoints; rank 0's state is saved.
 
         It holds numbers, strings, None, lists, tuples, dicts and Counters, which come back as they were, and arrays. An
-        array must be a direct value of the dict, and later steps must not change it.
+        array must be a direct value of the dict, and later steps must not change it. It may be a `ShardedArray`.
         """
         return {}
 
@@ -230,23 +232,39 @@ class Callback:
 
 
 def without_arrays(states: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:
-    """Split what `CallbackList.states` returned into JSON values and named arrays; CheckpointError if it is neither."""
-    plain, arrays = [], {}
-    for index, (name, state) in enumerate(states):
-        own = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
-        arrays.update({f"{index}.{key}": array for key, array in own.items()})
-        rest = {key: value for key, value in state.items() if key not in own}
+    """Split what `CallbackList.states` returned into JSON values and named arrays; CheckpointError if it is neither.
+
+    An array of which ranks hold parts is in neither: see `parts_of`.
+    """
+    plain = []
+    for name, state in states:
+        rest = {key: value for key, value in state.items() if not isinstance(value, np.ndarray | ShardedArray)}
         plain.append([name, typed_json.encode(rest, f"{name}.state()")])
-    return plain, arrays
+    return plain, dict(_named(states, np.ndarray))
 
 
-def with_arrays(plain: Sequence[Sequence[Any]], arrays: Mapping[str, NDArray[Any]]) -> list[list[Any]]:
-    """Undo `without_arrays`."""
+def parts_of(states: Sequence[Sequence[Any]]) -> dict[str, ShardedArray]:
+    """Return the arrays of which ranks hold parts, by their names as in `without_arrays`."""
+    return dict(_named(states, ShardedArray))
+
+
+def _named(states: Sequence[Sequence[Any]], kind: Any) -> Iterator[tuple[str, Any]]:
+    for index, (_, state) in enumerate(states):
+        yield from ((f"{index}.{key}", value) for key, value in state.items() if isinstance(value, kind))
+
+
+def with_arrays(plain: Sequence[Sequence[Any]], arrays: Mapping[str, Any]) -> list[list[Any]]:
+    """Undo `without_arrays` and `parts_of`."""
     states = [[name, typed_json.decode(state)] for name, state in plain]
     for name, array in arrays.items():
         index, _, key = name.partition(".")
         states[int(index)][1][key] = array
     return states
+
+
+def _whole(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with whole arrays; a collective if ranks gather one."""
+    return {key: each.gather(True) if isinstance(each, ShardedArray) else each for key, each in state.items()}
 
 
 class CallbackList:
@@ -264,9 +282,15 @@ class CallbackList:
         named = [[each.name, each.state()] for each in self._callbacks]
         return [[name, state] for name, state in named if state]
 
-    def load_states(self, states: Sequence[Sequence[Any]]) -> None:
-        """Restore each callback's state, found by class name; several of one class by their order."""
-        left = list(states)
+    def load_states(self, states: Sequence[Sequence[Any]], *, world: World) -> None:
+        """Restore each callback's state, found by class name; several of one class by their order.
+
+        A collective where a Grid divides the model: ranks gather the arrays that a callback on any rank takes whole.
+        """
+        names = {each.name for each in self._callbacks if not each.takes_parts}
+        if world.grid is not None:
+            names = set(chain(*world.allgather_object(sorted(names), name="callbacks")))
+        left = [[name, _whole(state) if name in names else state] for name, state in states]
         for callback in self._callbacks:
             found = next((each for each in left if each[0] == callback.name), None)
             if found is not None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvdtrain import checkpoint
-from hvdtrain.adapter import framework_of, host_arrays
+from hvdtrain.adapter import ShardedArray, framework_of, host_arrays
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
 from hvdtrain.distributed import frameworks
 from hvdtrain.errors import CheckpointError
@@ -32,10 +32,10 @@ class EMA(Callback):
     Raises:
         ValueError: decay is not in [0, 1), or every is less than 1.
         TypeError: from `fit`, for a Keras model.
-        ValueError: from `fit`, if a Grid divides the model.
     """
 
     swaps_weights = True
+    takes_parts = True
 
     def __init__(self, decay: float = 0.999, *, every: int = 10) -> None:
         if not 0.0 <= decay < 1.0 or isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -53,12 +53,7 @@ class EMA(Callback):
                 "EMA is for torch models. Received: a Keras model. Give its optimizer use_ema=True and "
                 "ema_momentum=..., and fit a keras.callbacks.SwapEMAWeights()."
             )
-        if trainer.world.grid is not None:
-            raise ValueError(
-                "EMA keeps the averages of a whole model, and saves rank 0's. Received: a model that is divided by "
-                f"{trainer.world.grid}"
-            )
-        self._averages = frameworks.load("torch", "averaging").AveragedWeights(trainer.model)
+        self._averages = frameworks.load("torch", "averaging").AveragedWeights(trainer.model, trainer.world.grid)
         self._steps = 0
 
     def on_step_end(self, trainer: RunContext, step: int) -> None:
@@ -104,7 +99,7 @@ class EMA(Callback):
             self._averages.hide()
 
     def state(self) -> dict[str, Any]:
-        """Return the averages, by the names of their parameters."""
+        """Return the averages, by the names of their parameters; where a Grid divides the model, of all parts."""
         if self._averages is None:
             return {}
         return {"steps": self._steps} | {_PREFIX + name: each for name, each in self._averages.arrays().items()}
@@ -112,7 +107,9 @@ class EMA(Callback):
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore them."""
         self._steps = state["steps"]
-        self._averages.load(_arrays(state))
+        arrays = _arrays(state)
+        is_divided = any(isinstance(each, ShardedArray) for each in arrays.values())
+        (self._averages.load_parts if is_divided else self._averages.load)(arrays)
 
     @staticmethod
     def load(directory: str | os.PathLike[str], model: Any) -> None:

@@ -238,7 +238,7 @@ class Periodic(Synchronizer):
         numbers = np.array([mine, ago, self._refused], np.int64)
         found, ago, in_a_row = self._world.allreduce(numbers, "max", name="sync.faults").tolist()
         if found:
-            fault = self._faulty or Fault("another rank's", None, float("nan"))
+            fault = self._faulty or Fault(None, None, float("nan"))
             self._fault = replace(fault, steps_ago=ago, in_a_row=max(1, in_a_row), is_late=True)
         self._faulty = None
 

@@ -631,13 +631,21 @@ class TorchAdapter:
 
     def _fault(self, update: Update, batches: Sequence[Batch], number: int = 0) -> Fault:
         """Return what is not finite, and undo the step as far as `nan_policy` requests; `number` counts its yields."""
+        fault = self._find_fault(update, batches, number) if self._world.grid is None else update.fault_of_losses()
+        if self._attempt is not None:
+            self._attempt.undo()
+        update.optimizer.zero_grad()
+        return fault
+
+    def _find_fault(self, update: Update, batches: Sequence[Batch], number: int) -> Fault:
+        """Compute the step's gradient once more, for this rank alone, and return what is not finite."""
         parameters = update.parameters
         reduced = update.first_non_finite()
         losses, own = [], None
         trained = [p for p in parameters if p.requires_grad]
         for batch, counted in zip(batches, update.weights.counted, strict=True):
             if counted.weight:
-                # Once more, for this rank alone: hooks that reduce gradients do not see what autograd returns.
+                # Hooks that reduce gradients do not see what autograd returns.
                 loss = self._loss_again(batch, counted, number)
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 own = first_non_finite(zip(trained, gradients, strict=True)) if own is None else own
@@ -645,9 +653,6 @@ class TorchAdapter:
             elif self._syncs_in_forward:
                 nothing = self._loss_again(batch, counted, number) * 0.0
                 torch.autograd.grad(nothing, trained, allow_unused=True)
-        if self._attempt is not None:
-            self._attempt.undo()
-        update.optimizer.zero_grad()
         loss_mean = float(np.mean(losses)) if losses else float("nan")
         return Fault(reduced, update.name_of(own), loss_mean)
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hvdtrain import checkpoint
-from hvdtrain.adapter import HostArrays, State, host_arrays
+from hvdtrain.adapter import HostArrays, ShardedArray, State, host_arrays
 from hvdtrain.callbacks.base import CheckpointOptions, RunId, with_arrays
-from hvdtrain.checkpoint import Contents, Draft, Writer
+from hvdtrain.checkpoint import Contents, Draft, Kind, Writer
 from hvdtrain.checkpoint.lock import FolderLock, Holder
 from hvdtrain.distributed import agreement, rank_state
 from hvdtrain.distributed.launch_environment import count_ranks
@@ -98,7 +101,7 @@ class RunCheckpoints:
         progress, background, built = snapshot.meta["position"], self.options.background, self.options.built
         self.saved_at = progress["global_step"]
         everyones = rank_state.gather(snapshot.arrays, world=self._world)
-        state = _state(sync, self._world)
+        state = packing.with_callbacks(_state(sync, self._world), snapshot.meta["callbacks"])
         place = self._store.place(progress["epoch"], progress["step"])
 
         def begin() -> Draft:
@@ -230,7 +233,7 @@ def save(directory: Any, sync: Synchronizer, snapshot: Snapshot, *, world: World
             f"Received: directory={directory!r} on rank {world.rank}"
         )
     everyones = rank_state.gather(snapshot.arrays, world=world)
-    state = _state(sync, world)
+    state = packing.with_callbacks(_state(sync, world), snapshot.meta["callbacks"])
 
     def begin() -> Draft:
         return packing.begin(scratch.place(directory), state, everyones, snapshot.meta, world=world)
@@ -293,6 +296,7 @@ def restore(
 ) -> Snapshot | None:
     """Load the checkpoint that `find` returns, with its path, on the root; None if there is none. See `load`."""
     arrays: list[HostArrays] = []
+    of_callbacks: list[HostArrays] = []
     found: list[tuple[Path, Contents]] = []
 
     def look() -> bool | None:
@@ -320,16 +324,36 @@ def restore(
             log.info("lr %s -> %s (written on %s)", rates, sync.adapter.learning_rates, written)
         meta["restored_from"] = str(directory)
         callbacks = host_arrays(contents.arrays.get(packing.CALLBACKS, {}))
-        callbacks = callbacks.renamed({f"0/{_OF_CALLBACKS}{name}": name for name in callbacks})
-        arrays.append(host_arrays(contents.arrays.get("ranks", {})) | callbacks)
+        arrays.append(host_arrays(contents.arrays.get("ranks", {})))
+        if world.grid is None:
+            arrays[0] |= callbacks.renamed({f"0/{_OF_CALLBACKS}{name}": name for name in callbacks})
+        else:
+            of_callbacks.append(callbacks)
         return meta
 
     meta: dict[str, Any] = agreement.together(read, world=world, name="restore")
     held = arrays.pop() if arrays else HostArrays({})
     mine = rank_state.scatter(held, world=world, nbytes=lambda name: held.kind(name).nbytes, take=held.take)
     names = [name for name in mine if name.startswith(_OF_CALLBACKS)]
-    theirs = {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
+    theirs: dict[str, Any] = {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
+    if world.grid is not None:  # a whole model's arrays may be too many for a rank
+        theirs = _sent_later(of_callbacks[0] if of_callbacks else HostArrays({}), world)
     return Snapshot(mine, {**meta, "callbacks": with_arrays(meta["callbacks"], theirs)})
+
+
+def _sent_later(arrays: HostArrays, world: World) -> dict[str, ShardedArray]:
+    """Return the root's arrays, of which it reads and sends one when all ranks gather it; a collective."""
+    kinds = [[name, [*arrays.kind(name).shape], arrays.kind(name).dtype.str] for name in arrays]
+
+    def later(name: str, kind: Kind) -> ShardedArray:
+        def gather(everywhere: bool) -> NDArray[Any] | None:
+            whole = np.array(arrays[name]) if world.is_root else np.zeros(kind.shape, kind.dtype)
+            return world.broadcast(whole, name="callbacks.array") if everywhere else whole if world.is_root else None
+
+        return ShardedArray(kind, gather)
+
+    found = world.broadcast_object(kinds, name="callbacks.kinds")
+    return {name: later(name, Kind(tuple(shape), np.dtype(dtype))) for name, shape, dtype in found}
 
 
 def _with_frozen(place: Path, contents: Contents, now: State) -> Contents:

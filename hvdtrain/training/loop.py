@@ -107,11 +107,13 @@ class Loop:
                 with self.state.drawing_alike("on_fit_begin"):
                     for hook in self._hooks:
                         hook.on_fit_begin(self._context)
-                self._hooks.load_states(callback_states)
+                self._hooks.load_states(callback_states, world=self._world)
                 self.saver.commit()
                 self._run_epochs()
                 self._finish()
             except BaseException as error:
+                if isinstance(error, SystemExit):
+                    watchdog.note_status(error.code)
                 self.memory.explain(error)
                 streams.share(None)
                 self._adapter.abandon()

@@ -53,23 +53,7 @@ class NanPolicy:
             return False
         self._in_a_row = self._in_a_row + 1 if fault.in_a_row is None else fault.in_a_row
         ago = f", about {fault.steps_ago} steps later" if fault.steps_ago > 1 else ", a step later" * fault.steps_ago
-        text = f"{at}{ago}: "
-        reports = enumerate(self._world.allgather_object(_report(fault, fault.batches or batches), name="nan_policy"))
-        found = [(rank, *report) for rank, report in reports if report is not None]
-        if found:
-            rank, host, what = found[0]
-            more = f" (and on {len(found) - 1} more ranks)" if found[1:] else ""
-            text += f"on rank {rank} ({host}){more} the gradient of {what}."
-        elif fault.is_restored:
-            text += (
-                f"the gradient of {fault.reduced} is not finite. It was in flight when the checkpoint was saved, which "
-                "does not say on which rank and for which samples it was computed."
-            )
-        else:
-            text += (
-                f"the gradient of {fault.reduced} is not finite over all ranks, though it is on each: their sum "
-                "overflows, or fp16 compression does."
-            )
+        text = f"{at}{ago}: {self._cause(fault, fault.batches or batches)}"
         if self._policy == "raise":
             raise NonFiniteError(
                 f"{text} The step was not taken. Look at those samples and the learning rate; clip_norm bounds large "
@@ -82,10 +66,35 @@ class NanPolicy:
             log.warning("%s %s.", text, "Skipped" if self._policy == "skip" else stops)
         return self._policy == "stop"
 
+    def _cause(self, fault: Fault, batches: Sequence[Batch]) -> str:
+        """Return which gradient is not finite, and on which rank and of which samples; equal on all ranks."""
+        mine = [_report(fault, batches), fault.reduced]
+        everyones = self._world.allgather_object(mine, name="nan_policy")
+        found = [(rank, *report) for rank, (report, _) in enumerate(everyones) if report is not None]
+        if found:
+            rank, host, what = found[0]
+            more = f" (and on {len(found) - 1} more ranks)" if found[1:] else ""
+            return f"on rank {rank} ({host}){more} {what}."
+        gradient = f"the gradient of {next((name for _, name in everyones if name is not None), None)}"
+        if fault.is_restored:
+            return (
+                f"{gradient} is not finite. It was in flight when the checkpoint was saved, which does not say on "
+                "which rank and for which samples it was computed."
+            )
+        if self._world.grid is not None:
+            return (
+                f"{gradient} is not finite, though the losses of all ranks are. So it is not known whose samples make "
+                "it: it overflows in backward, or as a sum over ranks."
+            )
+        return (
+            f"{gradient} is not finite over all ranks, though it is on each: their sum overflows, or fp16 compression "
+            "does."
+        )
+
 
 def _report(fault: Fault, batches: Sequence[Batch]) -> tuple[str, str] | None:
-    """Return this host, and which gradient, samples and loss of this rank are not finite; None if its gradients are."""
-    if fault.own is None:
+    """Return this host, and what is not finite of which of its samples; None if they are not the cause."""
+    if fault.own is None and not fault.is_by_loss:
         return None
     samples = "of samples whose indices are not known"
     known = [batch.indices for batch in batches if batch.indices is not None]
@@ -93,6 +102,10 @@ def _report(fault: Fault, batches: Sequence[Batch]) -> tuple[str, str] | None:
         indices = np.concatenate(known)
         more = f" and {len(indices) - _NAMED} more" if len(indices) > _NAMED else ""
         samples = f"of the samples {', '.join(map(str, indices[:_NAMED]))}{more}"
-    loss = f"{fault.loss:.6g}" if math.isfinite(fault.loss) else "not finite either"
-    what = f"{fault.own} is not finite, {samples}; the loss there is {loss}"
+    loss = f"{fault.loss:.6g}" if math.isfinite(fault.loss) else "not finite"
+    if fault.own is None:
+        what = f"the loss {samples} is {loss}, and the gradient of {fault.reduced} is not finite"
+    else:
+        either = "" if math.isfinite(fault.loss) else " either"
+        what = f"the gradient of {fault.own} is not finite, {samples}; the loss there is {loss}{either}"
     return socket.gethostname(), what

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.adapter import HostArrays, State, host_arrays
-from hvdtrain.callbacks.base import without_arrays
+from hvdtrain.callbacks.base import parts_of, without_arrays
 from hvdtrain.checkpoint import Contents, Draft, Kind
 from hvdtrain.distributed import agreement
 from hvdtrain.distributed.data_ranks import DataRanks
@@ -33,6 +33,12 @@ def unpack(contents: Contents) -> State:
     return State(arrays, contents.meta["adapter"], elsewhere=contents.elsewhere)
 
 
+def with_callbacks(state: State, states: Sequence[Sequence[Any]]) -> State:
+    """Return a state to which callbacks' arrays are added of which ranks hold parts."""
+    parts = {f"{CALLBACKS}.{name}": each for name, each in parts_of(states).items()}
+    return replace(state, sharded=state.sharded | parts)
+
+
 def pack(
     state: State, ranks: Arrays, meta: dict[str, Any], *, world: World, copy: bool, built: dict[str, str] | None = None
 ) -> Contents:
@@ -51,7 +57,7 @@ def pack(
             left_out[key] = value, built[name]
         else:
             files[file][key] = value
-    callbacks, arrays = without_arrays(meta["callbacks"])
+    callbacks, arrays = without_arrays(meta["callbacks"])  # `with_callbacks` has the others
     meta = {**meta, "callbacks": callbacks, "adapter": state.meta, "world_size": DataRanks(world).size}
     # A deep copy, because it contains the History, which grows.
     if not files["sync"]:  # only a strategy has state of its own

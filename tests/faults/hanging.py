@@ -27,6 +27,10 @@ def go_wrong(hvd: Any, array: Any) -> None:
             raise ValueError(f"bad sample on rank {hvd.rank()}")
         case "end early":
             sys.exit(0)
+        case "exit with 3":
+            sys.exit(3)
+        case "raise an exit with 3":
+            raise SystemExit(3)
         case "other names":
             hvd.allreduce(array(3), name="only.here")
         case "other shapes":
@@ -119,11 +123,33 @@ def with_distributed() -> None:
     hvd.Grid(shard=world.size)
     for step in range(10**6):
         numbers = 1
-        if step == FAULT_STEP and world.rank == victim:  # fault: "other lengths"
+        if fault != "other lengths":
+            before_step(step, hvd, torch.ones)
+        elif step == FAULT_STEP and world.rank == victim:
             print("FAULT", flush=True)
             numbers = 2
         parts = [torch.empty(numbers) for _ in range(world.size)]
         torch.distributed.all_gather(parts, torch.ones(numbers))
 
 
-{"torch": with_torch, "cutoff": with_cutoff, "distributed": with_distributed}.get(framework, with_keras)()
+def with_stages() -> None:
+    import torch
+
+    import hvdtrain
+    import hvdtrain.torch as hvd
+    from hvdtrain.callbacks import Callback
+
+    class GoWrong(Callback):
+        def on_step_begin(self, trainer: Any, step: int) -> None:
+            before_step(step, hvd, torch.ones)
+
+    grid = hvd.Grid(stages=hvdtrain.init("torch").size)
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    model = grid.pipeline(layers, micro_batches=2)
+    trainer = hvdtrain.Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), loss=torch.nn.MSELoss())
+    rows = torch.ones(4 * 10**5, 8), torch.ones(4 * 10**5, 1)
+    trainer.fit(rows, batch_size=4, callbacks=[GoWrong()], progress=False, run_dir=None)
+
+
+SCRIPTS = {"torch": with_torch, "cutoff": with_cutoff, "distributed": with_distributed, "stages": with_stages}
+SCRIPTS.get(framework, with_keras)()

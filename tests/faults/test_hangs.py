@@ -41,7 +41,9 @@ SHORT = [
 ]
 CUTOFF = [("sleep", 1, 2, "cutoff", "--gloo"), ("raise", 1, 2, "cutoff", "--mpi"), ("kill", 0, 2, "cutoff", "--mpi")]
 LENGTHS = ("other lengths", 1, 2, "distributed", "--mpi")
-SHORT += [LENGTHS, *(pytest.param(*each, marks=pytest.mark.long) for each in CUTOFF)]
+# Ranks of a Grid wait at their end, but not with an error's status.
+EXITS = [("exit with 3", 1, 2, "distributed", "--mpi"), ("raise an exit with 3", 0, 2, "stages", "--gloo")]
+SHORT += [LENGTHS, *EXITS, *(pytest.param(*each, marks=pytest.mark.long) for each in CUTOFF)]
 FAULTS = ("kill", "stop", "sleep", "raise", "raise first", "end early", "other names", "other shapes")
 ALL = [
     (fault, victim, size, framework, plane)
@@ -49,7 +51,7 @@ ALL = [
     for victim, size in ((0, 2), (1, 2), (1, 3))
     for framework in ("torch", "tensorflow")
     for plane in ("--mpi", "--gloo")
-] + [*CUTOFF, LENGTHS]
+] + [*CUTOFF, LENGTHS, *EXITS]
 
 
 @dataclass
@@ -166,7 +168,8 @@ def test_one_rank_that_goes_wrong_ends_all_and_is_named(fault, victim, size, fra
         for rank in range(size):
             assert any(waits[rank] in line for line in job.says(" has waited ", rank=rank)), whole
             assert job.says(f"rank {1 - rank} waits in {waits[1 - rank]}", rank=rank), whole
-    elif fault == "end early":
+    elif fault == "end early" or "exit" in fault:
+        assert not job.says(" has waited "), whole
         assert job.says(f"rank {victim} ended early"), whole
         assert not job.says("Traceback (most recent call last):", rank=others[0]), whole
     row(f"{fault}: rank {victim} of {size}, {framework}, {plane[2:]}", 1, f"ended in {job.seconds:.1f} s")

@@ -28,8 +28,8 @@ from hvdtrain.distributed.watchdog.waits import forget_step, note_device, note_s
 from hvdtrain.system.process_tree import RUN_DIR
 
 __all__ = [
-    "LIMIT", "STALLED", "alone", "begin", "forget_step", "horovods_limits", "is_ending", "joined", "leave", "limit_s",
-    "note_device", "note_step", "step_done",
+    "LIMIT", "STALLED", "alone", "begin", "forget_step", "horovods_limits", "is_failing", "joined", "leave", "limit_s",
+    "note_device", "note_status", "note_step", "step_done",
 ]  # fmt: skip
 
 log = logging.getLogger("hvdtrain")
@@ -63,9 +63,15 @@ def limit_s() -> float:
     return limit or float("inf")
 
 
-def is_ending() -> bool:
-    """Return True once an error ends this process."""
-    return _watchdog is not None and _watchdog.exit is not None and _watchdog.exit.is_ending
+def is_failing() -> bool:
+    """Return True once an error ends this process, or a status that is not 0, as of `sys.exit(3)`."""
+    return _watchdog is not None and _watchdog.exit is not None and _watchdog.exit.is_failing
+
+
+def note_status(status: Any) -> None:
+    """Note the status of a SystemExit that `sys.exit` has not raised."""
+    if _watchdog is not None and _watchdog.exit is not None:
+        _watchdog.exit.note_status(status)
 
 
 def horovods_limits() -> dict[str, str]:

@@ -56,6 +56,7 @@ class RankExit:
     _pid: int = field(default_factory=os.getpid)
     is_ending: bool = False
     _hook: Any = None
+    _failed_at: int | None = None  # steps done when the script requested to exit with an error's status
 
     @property
     def who(self) -> str:
@@ -79,9 +80,26 @@ class RankExit:
                 say(f"{self.who}: the thread {name} died of an exception, the others continue:")
             thread_hook(args)
 
+        end = sys.exit
+
+        def on_exit(status: Any = None) -> NoReturn:
+            if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
+                self.note_status(status)
+            end(status)
+
+        sys.exit = on_exit
         self._hook = sys.excepthook = on_exception
         threading.excepthook = on_thread_exception
         atexit.register(self._at_exit)
+
+    def note_status(self, status: Any) -> None:
+        """Note the status with which the script requests to exit: Python tells it to no function that runs at exit."""
+        self._failed_at = None if status is None or status == 0 else waits.steps_done()
+
+    @property
+    def is_failing(self) -> bool:
+        """True once an error ends this process, or a status that is not 0. A script that takes steps has caught it."""
+        return self.is_ending or (self._failed_at is not None and self._failed_at == waits.steps_done())
 
     def _fail(self, error: BaseException, hook: Callable[..., Any]) -> None:
         code, failed_at = 1, time.time()

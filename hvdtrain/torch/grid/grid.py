@@ -131,6 +131,13 @@ class Grid:
         """The name of this rank's part of the model: its stage, shard and tensor part."""
         return f"{self.stage}.{self.shard}.{self.tensor}"
 
+    def describe_part(self) -> str:
+        """Return this rank's part of the model in words, such as "stage 1, shard 0 on rank 2"."""
+        axes = {"stage": (self.stages, self.stage), "shard": (self.shards, self.shard)}
+        axes["tensor part"] = (self.tensors, self.tensor)
+        places = [f"{axis} {place}" for axis, (length, place) in axes.items() if length > 1]
+        return f"{', '.join(places) or 'the whole model'} on rank {self.world.rank}"
+
     @property
     def part_root(self) -> int:
         """The rank of the first replica that holds this rank's part of the model."""
@@ -236,9 +243,10 @@ class Grid:
     def _wait_at_exit(self) -> None:
         """Let ranks whose script ends early wait for the others: a rank that leaves ends Horovod for all.
 
-        After other stages have ended, ranks of the last one may still evaluate.
+        After other stages have ended, ranks of the last one may still evaluate. A rank that leaves with an error's
+        status does not wait: what others expect of it never comes.
         """
-        if not watchdog.is_ending():
+        if not watchdog.is_failing():
             with contextlib.suppress(Exception):  # another rank has failed, and says so itself
                 self.world.allreduce(np.zeros(1, np.int32), name="grid.end")
 

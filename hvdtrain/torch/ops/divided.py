@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_divided(tensor: Any) -> bool:
@@ -35,3 +35,14 @@ def like(tensor: Tensor, divided: Any) -> Any:
 
     placed = tensor.to(divided.to_local().device)
     return distribute_tensor(placed, divided.device_mesh, divided.placements, src_data_rank=None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let `fully_shard` free the weights that it has gathered: a model's parameters are then this rank's parts.
+
+    After a forward pass without a backward pass it keeps the whole weights of the outermost module.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "set_reshard_after_backward"):  # an FSDPModule
+            module.reshard()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.system import pickling
-from hvdtrain.torch.ops import engine, lazy
+from hvdtrain.torch.ops import divided, engine, lazy
 from hvdtrain.torch.ops.engine import Handle
 from hvdtrain.torch.ops.gather_ops import allgather_async, broadcast_async_
 from hvdtrain.torch.ops.names import parameters_of
@@ -107,6 +107,7 @@ class _Slot:
     stride: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
+    is_part: bool  # of a tensor that torch has divided as its parameter: shape and stride are the part's
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,11 @@ def _describe(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], tensor
             return value
         if id(value) in place:
             return _Param(place[id(value)])
-        tensors.append(value)
+        own = divided.local(value)
+        tensors.append(own)
         # empty_like preserves dense layouts such as channels_last, and makes all others dense.
-        stride = torch.empty_like(value, device="meta").stride()
-        return _Slot(len(tensors) - 1, tuple(value.shape), stride, value.dtype, value.device.type == "cpu")
+        stride, is_part = torch.empty_like(own, device="meta").stride(), divided.is_divided(value)
+        return _Slot(len(tensors) - 1, tuple(own.shape), stride, own.dtype, own.device.type == "cpu", is_part)
 
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     lengths = [len(group["params"]) for group in optimizer.param_groups]
@@ -194,17 +196,20 @@ def _assign(
     """Put the root's values where they belong; return handles on the tensors among them."""
     handles = []
 
-    def receive(value: Any, old: Any, device: torch.device) -> Any:
+    def receive(value: Any, old: Any, device: torch.device, owner: Any = None) -> Any:
         if isinstance(value, _Param):
             return params[value.index]
         if not isinstance(value, _Slot):
             return value
         device = torch.device("cpu") if value.on_cpu else device
         wanted = (value.shape, value.dtype, device)
-        fits = isinstance(old, Tensor) and (tuple(old.shape), old.dtype, old.device) == wanted
-        tensor = old if fits else torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+        if value.is_part and not (divided.is_divided(old) and old.dtype == value.dtype):
+            old = torch.zeros_like(owner, dtype=value.dtype)
+        own = divided.local(old)
+        fits = isinstance(own, Tensor) and (tuple(own.shape), own.dtype, own.device) == wanted
+        tensor = own if fits else torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
         handles.append(send(tensor, name=f"optimizer_state.{value.index}"))
-        return tensor
+        return old if value.is_part else tensor
 
     for group, values in zip(optimizer.param_groups, options, strict=True):
         device = group["params"][0].device if group["params"] else torch.device("cpu")
@@ -216,7 +221,8 @@ def _assign(
     for key, value in state:
         owner = params[key.index] if isinstance(key, _Param) else key
         device = owner.device if isinstance(owner, Tensor) else params[0].device
-        new_state.append((owner, _map(value, functools.partial(receive, device=device), optimizer.state.get(owner))))
+        how = functools.partial(receive, device=device, owner=owner)
+        new_state.append((owner, _map(value, how, optimizer.state.get(owner))))
     optimizer.state.clear()
     optimizer.state.update(new_state)
     return handles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,14 @@ class GridPart(Whole):
     def are_finite(self, finite: bool) -> bool:
         """Return whether the gradients of the replica's ranks are finite."""
         return not self._over_replica(float(not finite), "max")
+
+    def first(self, index: int | None, name_of: Callable[[int], str]) -> str | None:
+        """Return the name of the first stage's first weight, with the part and the rank."""
+        grid, found = self._grid, super().first(index, name_of)
+        mine = None if found is None else [grid.stage, index, f"{found} ({grid.describe_part()})"]
+        how = {"name": "grid.first", "process_set": grid.replica_set}
+        everyones = [each for each in grid.world.allgather_object(mine, **how) if each is not None]
+        return min(everyones)[-1] if everyones else None
 
     def add_up(self, number: Tensor) -> None:
         """Replace a number by its sum over the replica's ranks."""

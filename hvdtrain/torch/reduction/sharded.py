@@ -8,7 +8,7 @@ weights.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -206,10 +206,10 @@ class Shards(Whole):
         """Replace a number by its sum over ranks; a collective."""
         number.copy_(self._sum(number.clone()))
 
-    def first(self, index: int | None) -> int | None:
-        """Return the smallest of the ranks' indices; a collective."""
+    def first(self, index: int | None, name_of: Callable[[int], str]) -> str | None:
+        """Return the name of the smallest of the ranks' indices; a collective."""
         found = allgather_object(index, "shards.first", self.process_set)
-        return min((each for each in found if each is not None), default=None)
+        return super().first(min((each for each in found if each is not None), default=None), name_of)
 
     def _sum(self, number: Tensor) -> Tensor:
         how = Reduction(Sum, process_set=self.process_set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -31,6 +32,11 @@ class Whole:
     def add_up(self, number: Tensor) -> None:
         """Replace a number of this rank's tensors by the sum over those of all ranks."""
 
-    def first(self, index: int | None) -> int | None:
-        """Return the first index on any rank, of the weight with some quality; None if no rank has one."""
-        return index
+    def first(self, index: int | None, name_of: Callable[[int], str]) -> str | None:
+        """Return the name of the first weight with some quality on any rank; None if no rank has one.
+
+        Args:
+            index: that of this rank's first one.
+            name_of: returns the name of this rank's weight of an index.
+        """
+        return None if index is None else name_of(index)

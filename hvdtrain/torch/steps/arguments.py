@@ -183,8 +183,6 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         and "set the pipeline's micro_batches, or a smaller batch_size and accumulate",
         f"shard={options.shard!r}": options.shard is not None
         and "use Grid(shard=...) with torch's fully_shard, which divides the optimizer's state too",
-        f"nan_policy={options.nan_policy!r}": options.nan_policy is not None
-        and "no rank could compute the loss of a part again",
         f"compression={options.compression!r}": options.compression != "none"
         and any(map(divided.is_divided, model.parameters()))
         and "parts of divided weights are averaged as they are",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,25 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hvdtrain.adapter import HostArrays, ShardedArray, State, host_arrays
+from hvdtrain.adapter import HostArrays, State, host_arrays
 from hvdtrain.checkpoint import Kind
 from hvdtrain.errors import DesyncError
 from hvdtrain.torch.ops import digests, divided, dtypes
-from hvdtrain.torch.ops.gather_ops import alltoall_async
 from hvdtrain.torch.ops.names import parameters_of
-from hvdtrain.torch.steps import training_state
+from hvdtrain.torch.steps import grid_arrays, training_state
+from hvdtrain.torch.steps.grid_arrays import Entry
 
 _TOTALS = "sum.totals"
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """An array of the whole model's state."""
-
-    owner: int  # the rank of the first replica whose stage has it
-    stage: int
-    own: str  # its name in the stage's state
-    kind: Kind
 
 
 class GridState:
@@ -46,7 +34,7 @@ class GridState:
         self._grid, self._world, self.model, self.optimizer = grid, grid.world, model, optimizer
         self._loaded: State | None = None
         self._metas: list[dict[str, Any]] = []  # of the stages
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._trained = frozenset[str]()
 
     # The whole of it
@@ -55,7 +43,7 @@ class GridState:
         """Return the whole model's state from that of this rank's part; a collective."""
         arrays = host_arrays(own.arrays)
         self._learn(own)
-        sharded = {name: self._sharded(entry, arrays) for name, entry in self._entries.items()}
+        sharded = {name: grid_arrays.sharded(self._grid, e, arrays.tensor) for name, e in self._entries.items()}
         part = {name: divided.local(arrays.tensor(name)) for name in arrays}
         return State(
             HostArrays({}),
@@ -69,27 +57,19 @@ class GridState:
     def _learn(self, own: State) -> None:
         """Learn the names and kinds of the arrays of all stages; a collective."""
         arrays, grid = host_arrays(own.arrays), self._grid
-        mine = {
-            "rank": self._world.rank,
-            "stage": grid.stage,
-            "arrays": _described(arrays),
-            "meta": own.meta,
-            "trained": sorted(own.trained),
-        }
-        is_first = not (grid.replica or grid.shard or grid.tensor)
-        everyones = self._world.allgather_object(mine if is_first else None, name="grid.state")
-        stages = sorted((each for each in everyones if each is not None), key=lambda each: each["stage"])
-        self._metas = [each["meta"] for each in stages]
-        self._trained = frozenset(name for each in stages for name in each["trained"])
+        mine = {"arrays": _described(arrays), "meta": own.meta, "trained": sorted(own.trained)}
+        stages = grid_arrays.of_stages(grid, mine, name="grid.state")
+        self._metas = [each["meta"] for _, each in stages]
+        self._trained = frozenset(name for _, each in stages for name in each["trained"])
         self._check_alike()
-        found: dict[str, dict[str, _Entry]] = {"model": {}, "optimizer": {}}
-        for each in stages:
+        found: dict[str, dict[str, Entry]] = {"model": {}, "optimizer": {}}
+        for stage, (rank, each) in enumerate(stages):
             for name, shape, dtype in each["arrays"]:
-                entry = _Entry(each["rank"], each["stage"], name, Kind(tuple(shape), np.dtype(dtype)))
+                entry = Entry(rank, stage, name, Kind(tuple(shape), np.dtype(dtype)))
                 file, _, rest = name.partition(".")
                 if file == "optimizer":
                     index, _, key = rest.partition(".")
-                    name = f"optimizer.{self._number(each['stage'], int(index))}.{key}"
+                    name = f"optimizer.{self._number(stage, int(index))}.{key}"
                 found[file][name] = entry
         self._entries = found["model"] | found["optimizer"]
 
@@ -140,31 +120,6 @@ class GridState:
                 index, _, name = key.partition(".")
                 types[f"{self._number(stage, int(index))}.{name}"] = dtype
         return meta | ({"types": types} if types else {})
-
-    def _sharded(self, entry: _Entry, arrays: HostArrays) -> ShardedArray:
-        def gather(everywhere: bool) -> NDArray[Any] | None:
-            tensor = None
-            if entry.stage == self._grid.stage:
-                tensor = divided.whole(arrays.tensor(entry.own))  # a collective of the stage's ranks
-            mine = None
-            if entry.owner == self._world.rank:
-                mine = dtypes.to_array(tensor) if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
-            if everywhere:
-                sent = np.zeros(entry.kind.shape, entry.kind.dtype) if mine is None else mine
-                return np.asarray(self._world.broadcast(sent, root=entry.owner, name="grid.gather"))
-            return self._to_root(mine, entry)
-
-        return ShardedArray(entry.kind, gather)
-
-    def _to_root(self, array: NDArray[Any] | None, entry: _Entry) -> NDArray[Any] | None:
-        """Send an array from its owner to the root alone; a collective, unless the root owns it. None elsewhere."""
-        if entry.owner == 0:
-            return array
-        count = math.prod(entry.kind.shape)
-        sent = np.zeros(0, entry.kind.dtype) if array is None else array.reshape(-1)
-        splits = [count if rank == 0 and array is not None else 0 for rank in range(self._world.size)]
-        received, _ = alltoall_async(torch.from_numpy(sent), splits, "grid.to_root").wait()
-        return np.asarray(received).reshape(entry.kind.shape) if self._world.is_root else None
 
     # And back
 

@@ -234,9 +234,19 @@ class Update:
         """Return the first parameter whose reduced gradient is not finite, or "none"; equal on all ranks."""
         parameters, tensors = self.parameters, self.exchanges.used.tensors
         with tensors.stepping():
-            found = first_non_finite((index, each.grad) for index, each in enumerate(self.parameters))
-            found = tensors.first(found)
-        return "none" if found is None else self.exchanges.names[parameters[found]]
+            found = first_non_finite((i, divided.local(each.grad)) for i, each in enumerate(self.parameters))
+            return tensors.first(found, lambda index: self.exchanges.names[parameters[index]]) or "none"
+
+    def fault_of_losses(self) -> Fault:
+        """Return the fault of a step that this rank cannot compute again, because a Grid divides the model.
+
+        The gradient was this rank's own before the reduction only. So its losses tell if its samples are the cause.
+        """
+        grid, losses = self._world.grid, [float(each) for each in self.step.losses]
+        loss = float(np.mean(losses)) if losses else float("nan")
+        is_only = grid.data_size == 1 or (self.weights.alone and grid.shards == 1)  # no other rank's samples count
+        is_by_loss = bool(losses) and grid.tensor == 0 and (is_only or not np.isfinite(loss))
+        return Fault(self.first_non_finite(), None, loss, is_by_loss=is_by_loss)
 
     def name_of(self, parameter: nn.Parameter | None) -> str | None:
         """Return a parameter's name."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import hvdtrain
 import hvdtrain.torch
-from hvdtrain.callbacks import EMA, Callback, Checkpoint, EarlyStopping, SyncCheck
+from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping, SyncCheck
 from hvdtrain.distributed import world as worlds
 from hvdtrain.errors import DesyncError, HvdTrainError
 
@@ -369,7 +369,7 @@ class StopAt(Callback):
     [
         ("1f1b", None),
         ("shard", None),
-        pytest.param("stages of shards", None, marks=FOUR),
+        *(pytest.param(kind, None, marks=FOUR) for kind in ("shard", "tensor", "stages of shards")),
         pytest.param("1f1b", hvdtrain.DiLoCo(every=2), marks=FOUR),
     ],
     ids=str,
@@ -426,7 +426,6 @@ REFUSALS = {
     "the model is a stage": ("1f1b", lambda net, grid: trainer_of(model())),
     "the model is divided before": ("shard", lambda net, grid: trainer_of(model())),
     "own parameters": ("1f1b", lambda net, grid: trainer_of(net, make=lambda _: optimizer_of(model()))),
-    "Received: nan_policy='skip'": ("1f1b", lambda net, grid: trainer_of(net, nan_policy="skip")),
     "Received: micro_batch=2": ("1f1b", lambda net, grid: trainer_of(net, micro_batch=2)),
     "Received: shard='optimizer'": ("1f1b", lambda net, grid: trainer_of(net, shard="optimizer")),
     "Received: compression='fp16'": ("shard", lambda net, grid: trainer_of(net, compression="fp16")),
@@ -434,10 +433,6 @@ REFUSALS = {
     "the speed of one is not known": (
         "1f1b",
         lambda net, grid: fit(trainer_of(net), replicas=grid.data_size, balance="speed"),
-    ),
-    "EMA keeps the averages of a whole model": (
-        "shard",
-        lambda net, grid: fit(trainer_of(net), replicas=grid.data_size, callbacks=[EMA()]),
     ),
     "on one replica of": ("shard", lambda net, grid: trainer_of(net, sync=hvdtrain.DiLoCo(every=2))),
     "rename the layer. Received: 'outputs'": (

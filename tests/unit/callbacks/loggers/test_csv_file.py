@@ -8,6 +8,7 @@ import pytest
 
 from hvdtrain import callbacks
 from hvdtrain.callbacks import Callback, CSVLogger
+from hvdtrain.distributed.world import SoloWorld
 
 
 def rows(path):
@@ -104,5 +105,5 @@ def test_kerass_csvlogger_beside_ours_takes_nothing_from_it():
     ours = [callbacks.CSVLogger("a.csv"), callbacks.CSVLogger("b.csv")]
     ours[0].load_state({"run": "id", "name": "name"})
     states = CallbackList(ours[:1]).states()
-    CallbackList([keras_style.KerasStyle(CSVLogger()), ours[1]]).load_states(states)
+    CallbackList([keras_style.KerasStyle(CSVLogger()), ours[1]]).load_states(states, world=SoloWorld())
     assert ours[1].state() == ours[0].state()

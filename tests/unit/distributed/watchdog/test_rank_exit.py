@@ -164,3 +164,22 @@ def test_a_thread_that_dies_is_named_and_the_rank_continues(tmp_path):
     assert run.stderr.startswith("rank 0 (host h): the thread loader died")
     assert "loader (ZeroDivisionError: division by zero)" in run.stdout
     assert run.returncode == 0
+
+
+EXITS = {
+    "sys.exit(3)": (3, True),
+    "sys.exit('no data')": (1, True),
+    "sys.exit(0)": (0, False),
+    "sys.exit()": (0, False),
+    "pass": (0, False),
+    "try: sys.exit(3)\nexcept SystemExit: waits.step_done(13)": (0, False),
+    "thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()": (0, False),
+}
+
+
+@pytest.mark.parametrize("code", EXITS)
+def test_the_status_with_which_a_script_leaves_is_known_at_exit(tmp_path, code):
+    status, is_failing = EXITS[code]
+    run = run_rank(f"atexit.register(lambda: print(rank.is_failing))\n{code}", tmp_path)
+    assert (run.returncode, run.stdout.splitlines()[0]) == (status, str(is_failing))
+    assert run.stderr.strip() == ("no data" if status == 1 else "")
