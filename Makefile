@@ -55,7 +55,10 @@ help: ## Say what there is
 
 setup: $(STAMP) ## Make .venv: pinned frameworks, hvdtrain, and Horovod built for them
 
-$(STAMP): pyproject.toml scripts/bootstrap.py hvdtrain/system/toolchain.py $(wildcard hvdtrain/horovod_build/*.py hvdtrain/horovod_build/patches/*.patch)
+# What Horovod is built from, also whole files of its source.
+HOROVOD := $(shell find hvdtrain/horovod_build -type f -not -name '*.pyc')
+
+$(STAMP): pyproject.toml scripts/bootstrap.py hvdtrain/system/toolchain.py $(HOROVOD)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python >= 3.10 is needed. $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	@$(PYTHON) -I scripts/bootstrap.py --venv $(VENV)
 	@touch $@
