@@ -119,10 +119,11 @@ class TorchAdapter:
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._copies = device_copies.of(self._device, self._dtype)
         # True if ranks wait for each other before backward: one without samples must go forward and backward as well.
+        has_shards = world.grid is not None and world.grid.shards > 1
         self._has_sync_norm = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
-        self._syncs_in_forward = self._has_sync_norm
+        self._syncs_in_forward = self._has_sync_norm or (has_shards and self._stages is None)
         # Likewise in evaluation, where SyncBatchNorm does not.
-        self._syncs_in_evaluation = self._stages is not None and self._stages.is_shared
+        self._syncs_in_evaluation = has_shards
         losses = _loss_names(list(optimizers))
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.couples_samples = not all(isinstance(norm, hvd.SyncBatchNorm) for norm in norms)
@@ -618,8 +619,9 @@ class TorchAdapter:
         """Raise if there is no batch from which one of no samples could be made."""
         if batch.item is None and batch.inputs is None:
             raise HvdTrainError(
-                f"rank {self._world.rank} never had any data, so its SyncBatchNorm cannot synchronize. Give "
-                "every rank at least one sample, or use fewer ranks."
+                f"rank {self._world.rank} never had any data, and other ranks wait for it in each step: in a "
+                "SyncBatchNorm, a shard, or a collective of step. Give every rank at least one sample, or use fewer "
+                "ranks."
             )
 
     def _to_device(self, tree: Any) -> Any:

@@ -17,6 +17,14 @@ def is_over(tensor: Any, axis: str) -> bool:
     return is_divided(tensor) and axis in (tensor.device_mesh.mesh_dim_names or (axis,))
 
 
+def has_parts_along(tensor: Any, axis: str) -> bool:
+    """Return whether ranks along this axis have other parts of a tensor; taken for true if its mesh has no names."""
+    if not is_over(tensor, axis):
+        return False
+    names = tensor.device_mesh.mesh_dim_names
+    return names is None or not tensor.placements[names.index(axis)].is_replicate()
+
+
 def local(tensor: Any) -> Any:
     """Return this rank's part of a divided tensor, which shares its memory; another tensor as it is."""
     return tensor.to_local() if is_divided(tensor) else tensor

@@ -111,6 +111,8 @@ class WeightAccess:
     def parts(self, number: int) -> list[adapter.WeightAccess]:
         """Return replicas of parts of the weights, in their order."""
         parameters = self._parameters()
+        if not parameters:  # all of this rank's part of a model is frozen
+            return [self] * number
         ends = np.cumsum([p.numel() for p in parameters])
         places = np.minimum((ends - 1) * number // ends[-1], number - 1).tolist()
         members = [[p for p, place in zip(parameters, places, strict=True) if place == part] for part in range(number)]

@@ -48,6 +48,7 @@ class GridState:
         self._metas: list[dict[str, Any]] = []  # of the stages
         self._entries: dict[str, _Entry] = {}
         self._trained = frozenset[str]()
+        self._has_begun = False
 
     # The whole of it
 
@@ -75,6 +76,7 @@ class GridState:
             "arrays": _described(arrays),
             "meta": own.meta,
             "trained": sorted(own.trained),
+            "settings": training_state.settings(self.optimizer()[0].param_groups),
         }
         is_first = not (grid.replica or grid.shard or grid.tensor)
         everyones = self._world.allgather_object(mine if is_first else None, name="grid.state")
@@ -82,6 +84,9 @@ class GridState:
         self._metas = [each["meta"] for each in stages]
         self._trained = frozenset(name for each in stages for name in each["trained"])
         self._check_alike()
+        if not self._has_begun:  # later the root alone may have loaded settings
+            self._check_settings([each["settings"] for each in stages])
+        self._has_begun = True
         found: dict[str, dict[str, _Entry]] = {"model": {}, "optimizer": {}}
         for each in stages:
             for name, shape, dtype in each["arrays"]:
@@ -103,6 +108,18 @@ class GridState:
                     f"empty. Received: {here[0]} with {here[1]} groups on stage 0, and {there[0]} with {there[1]} on "
                     f"stage {stage}"
                 )
+
+    def _check_settings(self, settings: Sequence[Sequence[dict[str, Any]]]) -> None:
+        """Raise DesyncError on every rank if a group has other settings on another stage: all would get the root's."""
+        for stage, groups in enumerate(settings):
+            for index, (first, own) in enumerate(zip(settings[0], groups, strict=True)):
+                for name in (name for name in {**first, **own} if first.get(name) != own.get(name)):
+                    raise DesyncError(
+                        "A parameter group has the same settings on all stages: groups of the same number are one "
+                        "group of the whole model. Give the optimizer of each stage all groups, in one order; a group "
+                        f"may be empty. Received: {name}={first.get(name)} in group {index} of stage 0, and "
+                        f"{name}={own.get(name)} of stage {stage}"
+                    )
 
     def _counts(self) -> list[list[int]]:
         """Return the parameters of each stage's optimizer, by group."""

@@ -68,11 +68,6 @@ class StageStep:
             if rows[index].most and not rows[index].is_weighed:  # metrics and running statistics take all
                 self._evaluate(inputs[index], rows[index].most, batch, weights.counted[index])
 
-    @property
-    def is_shared(self) -> bool:
-        """True if other ranks wait for this one where it has no samples."""
-        return self._rows.is_shared
-
     def evaluate(self, batch: Batch, counted: Counted) -> None:
         """Compute a batch without gradients, and count it in the metrics."""
         inputs = self._inputs(batch)
