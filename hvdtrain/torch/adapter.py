@@ -34,7 +34,7 @@ from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.reduction.memory import held_by
 from hvdtrain.torch.reduction.shard_commits import commits_of
 from hvdtrain.torch.reduction.weight_access import Changes, Optimizers, WeightAccess
-from hvdtrain.torch.steps import activations, meta_device, training_state
+from hvdtrain.torch.steps import activations, divided_errors, meta_device, training_state
 from hvdtrain.torch.steps.arguments import check, check_collectives, check_grid
 from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.compute import (
@@ -278,7 +278,7 @@ class TorchAdapter:
     def _within_stage(self, samples: int) -> Iterator[None]:
         """Compute so many samples of a stage in the chosen precision."""
         norms = self._normalize_by_running_statistics() if samples == 1 and self._model.training else _PLAIN
-        with self._autocast(), self._checkpoints, norms:
+        with divided_errors.computing(self._model, self._world), self._autocast(), self._checkpoints, norms:
             yield
 
     def _build(self, batch: Batch) -> None:
@@ -572,7 +572,7 @@ class TorchAdapter:
         alone = batch.local_count == 1 and self._model.training and (batch.global_count > 1 or self._micro_batches.size)
         before = engine.started.operations
         norms = self._normalize_by_running_statistics() if alone else _PLAIN
-        with self._autocast(), self._checkpoints, norms:
+        with divided_errors.computing(self._model, self._world), self._autocast(), self._checkpoints, norms:
             yield
         if engine.started.operations != before and self._world.size > 1 and not self._has_whole_batches:
             self._sync_in_step()

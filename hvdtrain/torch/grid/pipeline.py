@@ -128,7 +128,7 @@ class Stage(nn.Module):
         Raises:
             TypeError: inputs are not one tensor.
         """
-        _check_inputs(inputs)
+        check_inputs(inputs)
         rows = self._rows(len(inputs))
         self.run([inputs[each] for each in rows], lambda outputs, index: loss_of(outputs, rows[index]))
 
@@ -147,7 +147,7 @@ class Stage(nn.Module):
     @torch.no_grad()
     def outputs(self, inputs: Tensor) -> Any:
         """Return the model's outputs on the last stage, None on others, without gradients. A collective."""
-        _check_inputs(inputs)
+        check_inputs(inputs)
         rows = self._rows(len(inputs))
         found: dict[int, Any] = {}
         parts = [inputs[each] for each in rows]
@@ -335,9 +335,11 @@ def _joined(parts: Sequence[Any]) -> Any:
     return torch.cat(list(parts))
 
 
-def _check_inputs(inputs: Any) -> None:
+def check_inputs(inputs: Any) -> None:
+    """Raise TypeError unless the inputs are one tensor with rows."""
     if not isinstance(inputs, Tensor) or not inputs.dim() or not len(inputs):
         raise TypeError(
-            "A pipeline takes inputs that are one tensor, with a row for each sample. Received: "
+            "A pipeline takes inputs that are one tensor, with a row for each sample. Put several inputs into one, and "
+            "let the first layer take them apart. Received: "
             f"{type(inputs).__name__}{f' of shape {tuple(inputs.shape)}' if isinstance(inputs, Tensor) else ''}"
         )

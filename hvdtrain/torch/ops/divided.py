@@ -25,6 +25,14 @@ def has_parts_along(tensor: Any, axis: str) -> bool:
     return names is None or not tensor.placements[names.index(axis)].is_replicate()
 
 
+def is_uneven(tensor: Any) -> bool:
+    """Return whether torch has divided a tensor into parts of unequal sizes."""
+    if not is_divided(tensor):
+        return False
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(each.is_shard() and tensor.shape[each.dim] % size for each, size in sizes)
+
+
 def local(tensor: Any) -> Any:
     """Return this rank's part of a divided tensor, which shares its memory; another tensor as it is."""
     return tensor.to_local() if is_divided(tensor) else tensor
