@@ -214,6 +214,17 @@ def test_replicas_that_average_weights_after_each_step_equal_one_process(make_gr
     assert_equal(trainer.state(), state)
 
 
+@FOUR
+@pytest.mark.parametrize("kind", ["1f1b", "shard"])
+def test_a_replica_that_never_had_a_sample_gets_the_momentum_of_others(make_grid, kind):
+    few = {"samples": 1, "ignored": 0.0}
+    state, _, _ = alone(**few)
+    grid, net = make_grid(kind)
+    trainer = trainer_of(net, sync=hvdtrain.LocalSGD(every=1))
+    fit(trainer, replicas=grid.data_size, **few)
+    assert_equal(trainer.state(), state)
+
+
 # Without clipping no number is rounded otherwise. The norm is: stages add their parts of it. A weight's last bit may
 # then be another one, which bf16 or fp16 rounds up rather than down.
 @pytest.mark.parametrize(("clip_norm", "atol"), [(None, 0.0), (0.5, 1e-5)])
@@ -363,7 +374,10 @@ class StopAt(Callback):
         ("1f1b", None),
         ("shard", None),
         pytest.param("stages of shards", None, marks=FOUR),
+        pytest.param("shard", None, marks=FOUR),
+        pytest.param("tensor", None, marks=FOUR),
         pytest.param("1f1b", hvdtrain.DiLoCo(every=2), marks=FOUR),
+        pytest.param("shard", hvdtrain.DiLoCo(every=2), marks=FOUR),
     ],
     ids=str,
 )
