@@ -451,6 +451,10 @@ REFUSALS = {
         "shard",
         lambda net, grid: grid.pipeline(nn.Sequential(OrderedDict(outputs=nn.Linear(1, 1))), micro_batches=1),
     ),
+    "such as AdamW. Received: an optimizer that needs a closure": (
+        "shard",
+        lambda net, grid: trainer_of(net, make=lambda net: torch.optim.LBFGS(net.parameters())),
+    ),
     "all divided, or all whole": ("tensor", lambda net, grid: trainer_of(net, precision="fp16")),
     "stages compute layer by layer": (
         "1f1b",
