@@ -34,7 +34,7 @@ from hvdtrain.torch.reduction.loss_weights import Counted
 from hvdtrain.torch.reduction.memory import held_by
 from hvdtrain.torch.reduction.shard_commits import commits_of
 from hvdtrain.torch.reduction.weight_access import Changes, Optimizers, WeightAccess
-from hvdtrain.torch.steps import activations, meta_device, training_state
+from hvdtrain.torch.steps import activations, divided_errors, meta_device, training_state
 from hvdtrain.torch.steps.arguments import check, check_collectives, check_grid
 from hvdtrain.torch.steps.attempt import Attempt
 from hvdtrain.torch.steps.compute import (
@@ -119,10 +119,11 @@ class TorchAdapter:
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._copies = device_copies.of(self._device, self._dtype)
         # True if ranks wait for each other before backward: one without samples must go forward and backward as well.
+        has_shards = world.grid is not None and world.grid.shards > 1
         self._has_sync_norm = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
-        self._syncs_in_forward = self._has_sync_norm
+        self._syncs_in_forward = self._has_sync_norm or (has_shards and self._stages is None)
         # Likewise in evaluation, where SyncBatchNorm does not.
-        self._syncs_in_evaluation = self._stages is not None and self._stages.is_shared
+        self._syncs_in_evaluation = has_shards
         losses = _loss_names(list(optimizers))
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.couples_samples = not all(isinstance(norm, hvd.SyncBatchNorm) for norm in norms)
@@ -277,7 +278,7 @@ class TorchAdapter:
     def _within_stage(self, samples: int) -> Iterator[None]:
         """Compute so many samples of a stage in the chosen precision."""
         norms = self._normalize_by_running_statistics() if samples == 1 and self._model.training else _PLAIN
-        with self._autocast(), self._checkpoints, norms:
+        with divided_errors.computing(self._model, self._world), self._autocast(), self._checkpoints, norms:
             yield
 
     def _build(self, batch: Batch) -> None:
@@ -571,7 +572,7 @@ class TorchAdapter:
         alone = batch.local_count == 1 and self._model.training and (batch.global_count > 1 or self._micro_batches.size)
         before = engine.started.operations
         norms = self._normalize_by_running_statistics() if alone else _PLAIN
-        with self._autocast(), self._checkpoints, norms:
+        with divided_errors.computing(self._model, self._world), self._autocast(), self._checkpoints, norms:
             yield
         if engine.started.operations != before and self._world.size > 1 and not self._has_whole_batches:
             self._sync_in_step()
@@ -618,8 +619,9 @@ class TorchAdapter:
         """Raise if there is no batch from which one of no samples could be made."""
         if batch.item is None and batch.inputs is None:
             raise HvdTrainError(
-                f"rank {self._world.rank} never had any data, so its SyncBatchNorm cannot synchronize. Give "
-                "every rank at least one sample, or use fewer ranks."
+                f"rank {self._world.rank} never had any data, and other ranks wait for it in each step: in a "
+                "SyncBatchNorm, a shard, or a collective of step. Give every rank at least one sample, or use fewer "
+                "ranks."
             )
 
     def _to_device(self, tree: Any) -> Any:

@@ -21,12 +21,13 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import groups
 from hvdtrain.torch.grid.layout import AXES, Layout
 from hvdtrain.torch.grid.pipeline import Stage
-from hvdtrain.torch.ops import divided, pack, reduce_ops
+from hvdtrain.torch.ops import divided, names, pack, reduce_ops
 from hvdtrain.torch.ops.functions import broadcast_parameters
 from hvdtrain.torch.ops.sparse import gradient_values
 
 log = logging.getLogger("hvdtrain")
 _WITHIN = ("stage", "shard", "tensor")  # the axes within a replica
+_DIVIDING = ("shard", "tensor")  # the axes along which torch divides a weight
 
 
 class Grid:
@@ -159,12 +160,19 @@ class Grid:
         return self.mesh(axis).get_group()
 
     def broadcast_parameters(self, module: nn.Module) -> None:
-        """Overwrite the parameters and buffers of this rank's part with those of the first replica. A collective."""
-        if self.replicas == 1:
-            return
-        held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-        tensors = {name: divided.local(value).detach() for name, value in held.items()}
-        broadcast_parameters(tensors, self.part_root, self.process_set)
+        """Overwrite this rank's parameters and buffers with those of the first rank that holds the same. A collective.
+
+        That is the rank of the first replica. What torch has not divided, shards and tensor parts hold alike too.
+        """
+        held = {names.plain(name): value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+        by_axes: defaultdict[tuple[str, ...], dict[str, Tensor]] = defaultdict(dict)
+        for name, value in (held | dict(names.buffers(module))).items():  # of buffers also those that no state has
+            axes = ("replica", *(axis for axis in _DIVIDING if not divided.has_parts_along(value, axis)))
+            by_axes[axes][name] = divided.local(value).detach()
+        for axes, tensors in by_axes.items():
+            ranks = self._layout.group(self.world.rank, *axes)
+            if len(ranks) > 1:
+                broadcast_parameters(tensors, ranks[0], groups.process_set(ranks))
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace the gradients by their mean over replicas, between backward and step. A collective.
@@ -272,9 +280,10 @@ class Grid:
 
 
 def _groups(layout: Layout) -> set[tuple[int, ...]]:
-    """Return the groups of ranks that exchange something: along each axis, the data's, replicas, ends of a message."""
-    found = {group for axis in AXES for group in layout.groups(axis)} | set(layout.groups("replica", "shard"))
-    found |= set(layout.groups(*_WITHIN))
+    """Return the groups of ranks that exchange something: along axes, within a replica, the ends of a message."""
+    found = {group for axis in AXES for group in layout.groups(axis)} | set(layout.groups(*_WITHIN))
+    for axes in (("shard",), ("tensor",), _DIVIDING):  # of which the first has the data's
+        found |= set(layout.groups("replica", *axes))
     for stages in layout.groups("stage"):  # a stage sends to the next one; with several a rank, the last to the first
         found |= {(rank, stages[(index + 1) % len(stages)]) for index, rank in enumerate(stages) if len(stages) > 1}
     return found

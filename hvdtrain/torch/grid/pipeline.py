@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from hvdtrain.distributed import rank_state, streams
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import split
 from hvdtrain.torch.ops import pack
@@ -127,7 +128,7 @@ class Stage(nn.Module):
         Raises:
             TypeError: inputs are not one tensor.
         """
-        _check_inputs(inputs)
+        check_inputs(inputs)
         rows = self._rows(len(inputs))
         self.run([inputs[each] for each in rows], lambda outputs, index: loss_of(outputs, rows[index]))
 
@@ -146,7 +147,7 @@ class Stage(nn.Module):
     @torch.no_grad()
     def outputs(self, inputs: Tensor) -> Any:
         """Return the model's outputs on the last stage, None on others, without gradients. A collective."""
-        _check_inputs(inputs)
+        check_inputs(inputs)
         rows = self._rows(len(inputs))
         found: dict[int, Any] = {}
         parts = [inputs[each] for each in rows]
@@ -202,12 +203,19 @@ class Stage(nn.Module):
         """Within it, layers draw numbers of this stage's own; afterwards torch's generator has given one number.
 
         Data may draw from that generator too, and gives the first stage the inputs and the last one their targets: if
-        a stage's dropout moved it, stages would have different samples. Stages that draw alike would drop alike.
+        a stage's dropout moved it, stages would have different samples. Stages that draw alike would drop alike. The
+        generators of Python and NumPy are as before: data draw from them too, and so may layers.
         """
         with nullcontext() if advances else torch.random.fork_rng([]):
-            seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-        with torch.random.fork_rng(self._devices):
-            torch.manual_seed(seed + int(self.grid.stage))
+            seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")) + int(self.grid.stage)
+        with self._numbers_restored():
+            torch.manual_seed(seed)
+            streams.reseed(dict.fromkeys(streams.generators_in(rank_state.random_states()), seed))
+            yield
+
+    @contextmanager
+    def _numbers_restored(self) -> Iterator[None]:
+        with torch.random.fork_rng(self._devices), rank_state.random_states_restored():
             yield
 
     @property
@@ -279,7 +287,7 @@ class Stage(nn.Module):
     def _unchanged(self) -> Iterator[None]:
         """Within it, what the layers draw and their buffers do not change."""
         saved = [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
-        with torch.random.fork_rng(self._devices):
+        with self._numbers_restored():
             yield
         with torch.no_grad():
             for buffer, before in saved:
@@ -327,9 +335,11 @@ def _joined(parts: Sequence[Any]) -> Any:
     return torch.cat(list(parts))
 
 
-def _check_inputs(inputs: Any) -> None:
+def check_inputs(inputs: Any) -> None:
+    """Raise TypeError unless the inputs are one tensor with rows."""
     if not isinstance(inputs, Tensor) or not inputs.dim() or not len(inputs):
         raise TypeError(
-            "A pipeline takes inputs that are one tensor, with a row for each sample. Received: "
+            "A pipeline takes inputs that are one tensor, with a row for each sample. Put several inputs into one, and "
+            "let the first layer take them apart. Received: "
             f"{type(inputs).__name__}{f' of shape {tuple(inputs.shape)}' if isinstance(inputs, Tensor) else ''}"
         )

@@ -17,6 +17,31 @@ def is_over(tensor: Any, axis: str) -> bool:
     return is_divided(tensor) and axis in (tensor.device_mesh.mesh_dim_names or (axis,))
 
 
+def has_parts_along(tensor: Any, axis: str) -> bool:
+    """Return whether ranks along this axis have other parts of a tensor; taken for true if its mesh has no names."""
+    if not is_over(tensor, axis):
+        return False
+    names = tensor.device_mesh.mesh_dim_names
+    return names is None or not tensor.placements[names.index(axis)].is_replicate()
+
+
+def others_with_parts(tensor: Any) -> set[int]:
+    """Return the ranks that hold other parts of a divided tensor than this rank."""
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    along = zip(tensor.placements, place, strict=True)
+    ranks = mesh.mesh[tuple(at if each.is_replicate() else slice(None) for each, at in along)]
+    return set(ranks.flatten().tolist()) - {int(mesh.mesh[tuple(place)])}
+
+
+def is_uneven(tensor: Any) -> bool:
+    """Return whether torch has divided a tensor into parts of unequal sizes."""
+    if not is_divided(tensor):
+        return False
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(each.is_shard() and tensor.shape[each.dim] % size for each, size in sizes)
+
+
 def local(tensor: Any) -> Any:
     """Return this rank's part of a divided tensor, which shares its memory; another tensor as it is."""
     return tensor.to_local() if is_divided(tensor) else tensor
@@ -25,6 +50,14 @@ def local(tensor: Any) -> Any:
 def whole(tensor: Any) -> Any:
     """Return the whole of a divided tensor; another one as it is. A collective of the ranks that have parts."""
     return tensor.full_tensor() if is_divided(tensor) else tensor
+
+
+def of_part(part: Tensor, placements: Any, owner: Any) -> Any:
+    """Return a tensor of a divided one's shape, of which `part` is this rank's; no collective."""
+    from torch.distributed.tensor import DTensor
+
+    how = {"run_check": False, "shape": owner.shape, "stride": owner.stride()}
+    return DTensor.from_local(part, owner.device_mesh, placements, **how)
 
 
 def like(tensor: Tensor, divided: Any) -> Any:

@@ -107,7 +107,7 @@ class _Slot:
     stride: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
-    is_part: bool  # of a tensor that torch has divided as its parameter: shape and stride are the part's
+    placements: Any = None  # of a tensor that torch has divided over ranks; the others are of this rank's part
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def broadcast_optimizer_state(
         process_set: the ranks, the root among them; None means all.
 
     Raises:
-        ValueError: on every rank, if one has other parameter groups than the root.
+        ValueError: on every rank, if one has other parameter groups than the root, or other parts of weights that torch
+            has divided.
     """
     process_set = engine.global_set(process_set)
     if process_set.size() == 1:
@@ -144,6 +145,13 @@ def broadcast_optimizer_state(
 
 def _broadcast(optimizer: torch.optim.Optimizer, root_rank: int, process_set: Any) -> None:
     params = parameters_of(optimizer)
+    for each in filter(divided.is_divided, params):
+        if others := divided.others_with_parts(each) & set(process_set.ranks):
+            raise ValueError(
+                "torch has divided weights over ranks, whose optimizer state is of other parts. Received: ranks "
+                f"{sorted(others)} in the process set, on rank {engine.native().rank()}. Pass process_set="
+                "grid.process_set and root_rank=grid.part_root: its ranks hold the same part"
+            )
     is_root = engine.native().rank() == root_rank
     tensors: list[Tensor] = []
     layout = _describe(optimizer, params, tensors) if is_root else None
@@ -173,11 +181,12 @@ def _describe(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], tensor
             return value
         if id(value) in place:
             return _Param(place[id(value)])
-        own = divided.local(value)
-        tensors.append(own)
+        part = divided.local(value)
+        tensors.append(part)
         # empty_like preserves dense layouts such as channels_last, and makes all others dense.
-        stride, is_part = torch.empty_like(own, device="meta").stride(), divided.is_divided(value)
-        return _Slot(len(tensors) - 1, tuple(own.shape), stride, own.dtype, own.device.type == "cpu", is_part)
+        stride = torch.empty_like(part, device="meta").stride()
+        placements = getattr(value, "placements", None)
+        return _Slot(len(tensors) - 1, tuple(part.shape), stride, part.dtype, part.device.type == "cpu", placements)
 
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     lengths = [len(group["params"]) for group in optimizer.param_groups]
@@ -202,14 +211,17 @@ def _assign(
         if not isinstance(value, _Slot):
             return value
         device = torch.device("cpu") if value.on_cpu else device
-        wanted = (value.shape, value.dtype, device)
-        if value.is_part and not (divided.is_divided(old) and old.dtype == value.dtype):
-            old = torch.zeros_like(owner, dtype=value.dtype)
-        own = divided.local(old)
-        fits = isinstance(own, Tensor) and (tuple(own.shape), own.dtype, own.device) == wanted
-        tensor = own if fits else torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-        handles.append(send(tensor, name=f"optimizer_state.{value.index}"))
-        return old if value.is_part else tensor
+        wanted = (value.shape, value.dtype, device, value.placements)
+        part = divided.local(old)
+        fits = isinstance(old, Tensor) and (
+            tuple(part.shape), part.dtype, part.device, getattr(old, "placements", None)
+        ) == wanted  # fmt: skip
+        if not fits:
+            part = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+        handles.append(send(part, name=f"optimizer_state.{value.index}"))
+        if fits or value.placements is None:
+            return old if fits else part
+        return divided.of_part(part, value.placements, owner)
 
     for group, values in zip(optimizer.param_groups, options, strict=True):
         device = group["params"][0].device if group["params"] else torch.device("cpu")
@@ -221,8 +233,8 @@ def _assign(
     for key, value in state:
         owner = params[key.index] if isinstance(key, _Param) else key
         device = owner.device if isinstance(owner, Tensor) else params[0].device
-        how = functools.partial(receive, device=device, owner=owner)
-        new_state.append((owner, _map(value, how, optimizer.state.get(owner))))
+        into = functools.partial(receive, device=device, owner=owner)
+        new_state.append((owner, _map(value, into, optimizer.state.get(owner))))
     optimizer.state.clear()
     optimizer.state.update(new_state)
     return handles

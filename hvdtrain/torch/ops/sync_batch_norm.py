@@ -109,7 +109,8 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 def convert_torchs(module: nn.Module) -> str | None:
     """Convert `torch.nn.SyncBatchNorm`, which without torch.distributed is a plain BatchNorm; return a log line."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_initialized and torch.distributed.get_backend() != "horovod":  # a Grid's, of which its layers know nothing
         return None  # it synchronizes over torch's own ranks
     names = _convert(module, nn.SyncBatchNorm)
     if not names:

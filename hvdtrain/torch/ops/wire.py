@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hvdtrain.torch.ops import divided
+
 # What horovod.torch 0.28.1 adds up; narrower floats travel as float32, which also adds them up better.
 REDUCED = {torch.float16, torch.float32, torch.float64, torch.int32, torch.int64}
 _SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16)
@@ -38,6 +40,7 @@ def is_native(tensor: Tensor) -> bool:
 
 def to_reduce(tensor: Tensor) -> Tensor:
     """Return `tensor` as something that can be added up: of its own memory where that is possible."""
+    _refuse_divided(tensor)
     tensor = as_real(tensor.detach())
     if tensor.dtype not in REDUCED:
         if tensor.dtype not in _REDUCED_AS:
@@ -51,12 +54,23 @@ def to_reduce(tensor: Tensor) -> Tensor:
 
 def to_move(tensor: Tensor) -> Tensor:
     """Return `tensor` as something that can be sent bit for bit; `from_move` turns it back."""
+    _refuse_divided(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if tensor.dtype in _MOVED:
         return tensor
     if tensor.dtype.itemsize not in _BITS:  # complex128
         return torch.view_as_real(tensor)
     return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
+def _refuse_divided(tensor: Tensor) -> None:
+    """Raise TypeError for a tensor that torch has divided over ranks: it has no memory that Horovod could send."""
+    if divided.is_divided(tensor):
+        raise TypeError(
+            "torch has divided this tensor over ranks, and each has a part of it (DTensor). Received: shape "
+            f"{tuple(tensor.shape)}. Use the methods of the Grid, such as grid.broadcast_parameters(model), or send "
+            "tensor.to_local() among ranks that hold the same part"
+        )
 
 
 def from_move(moved: Tensor, dtype: torch.dtype) -> Tensor:

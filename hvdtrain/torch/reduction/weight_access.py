@@ -111,6 +111,8 @@ class WeightAccess:
     def parts(self, number: int) -> list[adapter.WeightAccess]:
         """Return replicas of parts of the weights, in their order."""
         parameters = self._parameters()
+        if not parameters:  # all of this rank's part of a model is frozen
+            return [self] * number
         ends = np.cumsum([p.numel() for p in parameters])
         places = np.minimum((ends - 1) * number // ends[-1], number - 1).tolist()
         members = [[p for p, place in zip(parameters, places, strict=True) if place == part] for part in range(number)]
@@ -219,14 +221,16 @@ def _described(optimizer: Any, parameter: Parameter) -> dict[str, Any]:
 
 def _zeros(entries: dict[str, Any], parameter: Parameter) -> dict[str, Any]:
     """Return state with these entries, all of them zero."""
-    return {
-        name: torch.zeros(
-            each[0], dtype=getattr(torch, each[1]), device=parameter.device if each[2] else torch.device("cpu")
-        )
-        if isinstance(each, list)
-        else each
-        for name, each in entries.items()
-    }
+    return {name: _zero(each, parameter) if isinstance(each, list) else each for name, each in entries.items()}
+
+
+def _zero(described: list[Any], parameter: Parameter) -> Tensor:
+    """Return zeros, divided as the parameter if they are of its shape."""
+    shape, dtype, is_beside = described
+    kind = getattr(torch, dtype)
+    if divided.is_divided(parameter) and shape == [*parameter.shape]:
+        return torch.zeros_like(parameter, dtype=kind, requires_grad=False)
+    return torch.zeros(shape, dtype=kind, device=parameter.device if is_beside else torch.device("cpu"))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -177,7 +177,7 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         and 'divide the model itself too, after its layers: fully_shard(model, mesh=grid.mesh("shard"))',
         "several optimizers": list(optimizers) != [""] and "give one over this rank's parameters",
         "an optimizer that needs a closure": any(map(needs_closure, optimizers.values()))
-        and "it would search along a line of its own on each part",
+        and "it would search along a line of its own on each part: use another optimizer, such as AdamW",
         "step=": grid.stages > 1 and has_step and "stages compute layer by layer: give loss=",
         f"micro_batch={options.micro_batch!r}": options.micro_batch is not None
         and "set the pipeline's micro_batches, or a smaller batch_size and accumulate",

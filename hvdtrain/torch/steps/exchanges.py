@@ -13,6 +13,7 @@ from hvdtrain.distributed.data_ranks import PartRanks
 from hvdtrain.distributed.world import World
 from hvdtrain.torch.ops import divided
 from hvdtrain.torch.ops.compression import resolve
+from hvdtrain.torch.ops.names import parameters_of
 from hvdtrain.torch.reduction.alone import Alone
 from hvdtrain.torch.reduction.delayed import Delayed
 from hvdtrain.torch.reduction.divided import Divided
@@ -56,7 +57,8 @@ class Exchanges:
         if self._by_ranks:
             return
         options, world = self._options, self._world
-        if any(map(divided.is_divided, self.names)):
+        is_frozen = world.grid is not None and not parameters_of(self.optimizer)  # all of this part
+        if is_frozen or any(map(divided.is_divided, self.names)):
             self._make_divided()
             return
         has_peers = PartRanks(world).size > 1 or launch_environment.reduces_alone()
@@ -78,7 +80,7 @@ class Exchanges:
             self.detach()
 
     def _make_divided(self) -> None:
-        """Make the exchanges of a model whose weights torch has divided."""
+        """Make the exchanges of weights that torch has divided, or of none: the weights of losses are exchanged."""
         self.used = Divided(self.optimizer, self._world)
         self._by_ranks = {"all": self.used, "none": Alone(self.optimizer)}
         self._tell_of_grid()

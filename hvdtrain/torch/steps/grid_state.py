@@ -36,6 +36,7 @@ class GridState:
         self._metas: list[dict[str, Any]] = []  # of the stages
         self._entries: dict[str, Entry] = {}
         self._trained = frozenset[str]()
+        self._has_begun = False
 
     # The whole of it
 
@@ -57,11 +58,19 @@ class GridState:
     def _learn(self, own: State) -> None:
         """Learn the names and kinds of the arrays of all stages; a collective."""
         arrays, grid = host_arrays(own.arrays), self._grid
-        mine = {"arrays": _described(arrays), "meta": own.meta, "trained": sorted(own.trained)}
+        mine = {
+            "arrays": _described(arrays),
+            "meta": own.meta,
+            "trained": sorted(own.trained),
+            "settings": training_state.settings(self.optimizer()[0].param_groups),
+        }
         stages = grid_arrays.of_stages(grid, mine, name="grid.state")
         self._metas = [each["meta"] for _, each in stages]
         self._trained = frozenset(name for _, each in stages for name in each["trained"])
         self._check_alike()
+        if not self._has_begun:  # later the root alone may have loaded settings
+            self._check_settings([each["settings"] for _, each in stages])
+        self._has_begun = True
         found: dict[str, dict[str, Entry]] = {"model": {}, "optimizer": {}}
         for stage, (rank, each) in enumerate(stages):
             for name, shape, dtype in each["arrays"]:
@@ -83,6 +92,18 @@ class GridState:
                     f"empty. Received: {here[0]} with {here[1]} groups on stage 0, and {there[0]} with {there[1]} on "
                     f"stage {stage}"
                 )
+
+    def _check_settings(self, settings: Sequence[Sequence[dict[str, Any]]]) -> None:
+        """Raise DesyncError on every rank if a group has other settings on another stage: all would get the root's."""
+        for stage, groups in enumerate(settings):
+            for index, (first, own) in enumerate(zip(settings[0], groups, strict=True)):
+                for name in (name for name in {**first, **own} if first.get(name) != own.get(name)):
+                    raise DesyncError(
+                        "A parameter group has the same settings on all stages: groups of the same number are one "
+                        "group of the whole model. Give the optimizer of each stage all groups, in one order; a group "
+                        f"may be empty. Received: {name}={first.get(name)} in group {index} of stage 0, and "
+                        f"{name}={own.get(name)} of stage {stage}"
+                    )
 
     def _counts(self) -> list[list[int]]:
         """Return the parameters of each stage's optimizer, by group."""

@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.adapter import Loss
 from hvdtrain.data.sources import Batch
-from hvdtrain.torch.grid.pipeline import Stage
+from hvdtrain.torch.grid.pipeline import Stage, check_inputs
 from hvdtrain.torch.ops.functions import broadcast_object
 from hvdtrain.torch.reduction.loss_weights import Counted, LossWeights
 from hvdtrain.torch.steps.compute import LossStep, ToDevice, move, sum_of_nothing
@@ -68,11 +68,6 @@ class StageStep:
             if rows[index].most and not rows[index].is_weighed:  # metrics and running statistics take all
                 self._evaluate(inputs[index], rows[index].most, batch, weights.counted[index])
 
-    @property
-    def is_shared(self) -> bool:
-        """True if other ranks wait for this one where it has no samples."""
-        return self._rows.is_shared
-
     def evaluate(self, batch: Batch, counted: Counted) -> None:
         """Compute a batch without gradients, and count it in the metrics."""
         inputs = self._inputs(batch)
@@ -95,6 +90,7 @@ class StageStep:
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs, on all stages."""
         inputs = self._to_device(inputs)
+        check_inputs(inputs)
         count = len(inputs)
         (rows,) = self._rows.agree([inputs], [count], [0.0])
         outputs = self._stage.shared(self._stage.outputs(self._rows.fill(inputs, count, rows.most)))
@@ -118,7 +114,10 @@ class StageStep:
         return self._stage.is_last
 
     def _inputs(self, batch: Batch) -> Any:
-        return self._to_device(batch.inputs)
+        inputs = self._to_device(batch.inputs)
+        if batch.local_count:
+            check_inputs(inputs)
+        return inputs
 
     def _loss_of(self, outputs: Any, batch: Batch) -> Loss:
         """Return the loss of a batch, a mean over it, unless the loss is a sum."""

@@ -24,7 +24,7 @@ from hvdtrain.torch.reduction import fused_update
 from hvdtrain.torch.reduction.exchange import Applied, Made
 from hvdtrain.torch.reduction.loss_weights import LossWeights
 from hvdtrain.torch.reduction.tensors import Whole
-from hvdtrain.torch.steps import clipping, closure, loss_scaling
+from hvdtrain.torch.steps import clipping, closure, divided_errors, loss_scaling
 from hvdtrain.torch.steps.exchanges import Exchanges
 from hvdtrain.torch.steps.together import optimizers_by_name
 
@@ -202,7 +202,7 @@ class Update:
             loss_scaling.unscale(self.scaler, optimizer, tensors)
         if clip_norm is not None:
             clipping.clip_norm(parameters, clip_norm, tensors)
-        with without_reduction(optimizer):
+        with without_reduction(optimizer), divided_errors.stepping(optimizer, self._world):
             self.step.was_taken = loss_scaling.step(self.scaler, optimizer)
         self.scaler.update()
         return True

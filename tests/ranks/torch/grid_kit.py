@@ -1,8 +1,12 @@
-"""A transformer's block that torch can divide, for the tests of a Grid."""
+"""A transformer's block that torch can divide, and the world of one process, for the tests of a Grid."""
+
+from contextlib import contextmanager
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from hvdtrain.distributed import world as worlds
 
 WIDTH, HEAD, TOKENS = 16, 4, 3
 
@@ -27,3 +31,14 @@ class Block(nn.Module):
 PLAN = {name: ColwiseParallel() for name in ("q", "k", "v", "up")} | {
     name: RowwiseParallel() for name in ("out", "down")
 }
+
+
+@contextmanager
+def one_process():
+    """Within it, this rank trains alone, as a script without a launcher."""
+    before = worlds.current()
+    worlds.use(worlds.SoloWorld())
+    try:
+        yield
+    finally:
+        worlds.use(before)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from grid_kit import PLAN, TOKENS, WIDTH, Block
+from grid_kit import PLAN, TOKENS, WIDTH, Block, one_process
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 import hvdtrain
 import hvdtrain.torch
 from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping, SyncCheck
-from hvdtrain.distributed import world as worlds
 from hvdtrain.errors import DesyncError, HvdTrainError
 
 pytestmark = pytest.mark.world_size(2)
@@ -124,17 +123,6 @@ def fit(trainer, *, replicas, epochs=2, samples=SAMPLES, ignored=0.2, **options)
     )
 
 
-@contextmanager
-def one_process():
-    """Within it, this rank trains alone, as a script without a launcher."""
-    before = worlds.current()
-    worlds.use(worlds.SoloWorld())
-    try:
-        yield
-    finally:
-        worlds.use(before)
-
-
 def alone(**options):
     """Return the state, history and predictions of one process."""
     of_fit = {name: options.pop(name) for name in ("epochs", "samples", "ignored") if name in options}
@@ -209,6 +197,11 @@ def test_evaluate_takes_batches_of_which_a_rank_has_no_sample(make_grid, kind):
         assert trainer.evaluate((x, y)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["shard", *OF_FOUR])
+def test_a_run_of_one_sample_does_not_wait_for_ranks_without_any(make_grid, kind):
+    assert_equal_to_one_process(make_grid, kind, 1, ignored=0.0)
+
+
 @FOUR
 @pytest.mark.parametrize("kind", ["1f1b", "shard", "tensor"])
 def test_replicas_that_average_weights_after_each_step_equal_one_process(make_grid, kind):
@@ -218,6 +211,17 @@ def test_replicas_that_average_weights_after_each_step_equal_one_process(make_gr
     trainer = trainer_of(net, sync=hvdtrain.LocalSGD(every=1), **plain)
     found = fit(trainer, replicas=grid.data_size, ignored=0.0)
     assert found["val_loss"] == pytest.approx(history["val_loss"], rel=1e-5)
+    assert_equal(trainer.state(), state)
+
+
+@FOUR
+@pytest.mark.parametrize("kind", ["1f1b", "shard"])
+def test_a_replica_that_never_had_a_sample_gets_the_momentum_of_others(make_grid, kind):
+    few = {"samples": 1, "ignored": 0.0}
+    state, _, _ = alone(**few)
+    grid, net = make_grid(kind)
+    trainer = trainer_of(net, sync=hvdtrain.LocalSGD(every=1))
+    fit(trainer, replicas=grid.data_size, **few)
     assert_equal(trainer.state(), state)
 
 
@@ -371,6 +375,7 @@ class StopAt(Callback):
         ("shard", None),
         *(pytest.param(kind, None, marks=FOUR) for kind in ("shard", "tensor", "stages of shards")),
         pytest.param("1f1b", hvdtrain.DiLoCo(every=2), marks=FOUR),
+        pytest.param("shard", hvdtrain.DiLoCo(every=2), marks=FOUR),
     ],
     ids=str,
 )
@@ -438,6 +443,10 @@ REFUSALS = {
     "rename the layer. Received: 'outputs'": (
         "shard",
         lambda net, grid: grid.pipeline(nn.Sequential(OrderedDict(outputs=nn.Linear(1, 1))), micro_batches=1),
+    ),
+    "such as AdamW. Received: an optimizer that needs a closure": (
+        "shard",
+        lambda net, grid: trainer_of(net, make=lambda net: torch.optim.LBFGS(net.parameters())),
     ),
     "all divided, or all whole": ("tensor", lambda net, grid: trainer_of(net, precision="fp16")),
     "stages compute layer by layer": (
@@ -530,6 +539,27 @@ def test_a_frozen_stage_trains_as_in_one_process(make_grid, frozen, options, ato
     trainer = trainer_of(freeze(net), clip_norm=0.5, **options)
     assert_same_history(fit(trainer, replicas=1, samples=8 * BATCH), history)
     assert_equal(trainer.state(), state, atol=atol)
+
+
+@FOUR
+@pytest.mark.parametrize("frozen", ["01", "23"])
+@pytest.mark.parametrize("sync", [None, hvdtrain.LocalSGD(every=1)], ids=["all", "LocalSGD"])
+def test_replicas_of_a_stage_whose_optimizer_has_no_weight_train_as_one_process(make_grid, frozen, sync):
+    options = {"momentum": 0.9, "ignored": 0.4} if sync is None else {"momentum": 0.0, "ignored": 0.0}
+
+    def trained(net, replicas, *, momentum, ignored, **options):
+        for name, each in net.named_parameters():
+            each.requires_grad_(name[0] not in frozen)
+        groups = [{"params": [each for each in net.parameters() if each.requires_grad]}]
+        trainer = trainer_of(net, make=lambda _: torch.optim.SGD(groups, lr=0.1, momentum=momentum), **options)
+        return fit(trainer, replicas=replicas, epochs=1, ignored=ignored), trainer.state()
+
+    with one_process():
+        history, state = trained(model(), 1, **options)
+    grid, net = make_grid()
+    found, own = trained(net, grid.replicas, sync=sync, **options)
+    assert found["val_loss"] == pytest.approx(history["val_loss"], rel=1e-5)
+    assert_equal(own, state)
 
 
 def test_stages_of_which_none_is_trained_are_refused(make_grid):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from contextlib import nullcontext
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset
 import hvdtrain
 import hvdtrain.torch
 from hvdtrain.callbacks import Checkpoint
-from hvdtrain.errors import HvdTrainError
+from hvdtrain.errors import DesyncError, HvdTrainError
 
 pytestmark = pytest.mark.world_size(2)
 
@@ -130,15 +131,29 @@ def test_a_model_of_which_fully_shard_has_left_weights_out_is_refused(grid_of):
     hvdtrain.Trainer(net, optimizer=optimizer, loss=nn.MSELoss())
 
 
+def of_numpy():
+    return np.random.rand(4)  # noqa: NPY002 - its global generator, which users draw from
+
+
+GENERATORS = {"torch": lambda: torch.rand(4), "python": lambda: [random.random() for _ in "four"], "numpy": of_numpy}
+
+
 class Drawn(Dataset):
     """Samples that are drawn when they are read; each is its own target."""
+
+    def __init__(self, generator="torch"):
+        self.draw = GENERATORS[generator]
 
     def __len__(self):
         return 24
 
     def __getitem__(self, index):
-        drawn = torch.rand(4)
+        drawn = torch.as_tensor(self.draw(), dtype=torch.float32)
         return drawn, drawn.clone()
+
+
+def scale_by_chance(x):
+    return x * float(random.random() + of_numpy().sum())
 
 
 class Seen(nn.Linear):
@@ -155,10 +170,11 @@ class Seen(nn.Linear):
 PLAN = {"2": ColwiseParallel(), "3": RowwiseParallel()}
 
 
-def fit_drawn(grid, **options):
+def fit_drawn(grid, data=None, **options):
     """Train on samples that are drawn; return those that the first layer and the loss have seen, and the model."""
     torch.manual_seed(0)
-    net = nn.Sequential(Seen(), nn.Dropout(0.5), nn.Linear(4, 8), nn.Linear(8, 4))
+    chance = nn.Sequential(nn.Dropout(0.5), Call(scale_by_chance))
+    net = nn.Sequential(Seen(), chance, nn.Linear(4, 8), nn.Linear(8, 4))
     first, targets = net[0], []
     if grid.stages > 1:
         net = grid.pipeline(net, micro_batches=2)
@@ -174,13 +190,14 @@ def fit_drawn(grid, **options):
 
     trainer = hvdtrain.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss=mse)
     how = {"batch_size": 12 // grid.data_size, "run_dir": None, "progress": False}
-    trainer.fit(Drawn(), **how, **options)
+    trainer.fit(data or Drawn(), **how, **options)
     return first.rows, targets, net
 
 
+@pytest.mark.parametrize("generator", GENERATORS)
 @pytest.mark.parametrize("lengths", [{"stages": 2}, {"tensor": 2}], ids=str)
-def test_ranks_of_a_replica_draw_the_same_samples(grid_of, hvd, lengths):
-    rows, targets, net = fit_drawn(grid_of(**lengths), epochs=2)
+def test_ranks_of_a_replica_draw_the_same_samples(grid_of, hvd, lengths, generator):
+    rows, targets, net = fit_drawn(grid_of(**lengths), Drawn(generator), epochs=2)
     everyones = hvd.allgather_object((rows, targets))
     if "stages" in lengths:
         (rows, _), (_, targets) = everyones
@@ -248,3 +265,72 @@ def test_the_optimizer_of_a_frozen_stage_may_have_an_empty_group(grid_of, frozen
     assert len(trainer.state().meta["layout"][1][0]) == 2
     for name, each in stage.state_dict().items():
         assert torch.equal(each, before[name]) == (grid.stage == frozen)
+
+
+class Drawing(nn.Module):
+    """A layer whose tensors are drawn: a weight, a buffer that checkpoints hold, and one that they do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+        self.register_buffer("saved", torch.rand(4))
+        self.register_buffer("unsaved", torch.rand(4), persistent=False)
+
+    def forward(self, x):
+        return x * self.weight + self.saved + self.unsaved
+
+
+@pytest.mark.world_size(2, 4)
+@pytest.mark.parametrize("lengths", [{"stages": 2}, {"shard": 2}, {"tensor": 2}], ids=str)
+def test_ranks_that_the_script_seeds_apart_begin_with_equal_tensors(grid_of, hvd, rank, lengths):
+    grid = grid_of(**lengths)
+    torch.manual_seed(rank)
+    net = nn.Sequential(Drawing(), nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4), Drawing())
+    if grid.stages > 1:
+        net = grid.pipeline(net, micro_batches=2)
+    elif grid.tensors > 1:
+        parallelize_module(net, grid.mesh("tensor"), PLAN)
+    else:
+        net[0].requires_grad_(False)
+        for layer in (*net[1:], net):
+            fully_shard(layer, mesh=grid.mesh("shard"), ignored_params=set(net[0].parameters()))
+    hvdtrain.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss=nn.MSELoss())
+    found = [*net.named_parameters(), *net.named_buffers()]
+    mine = {name: each.tolist() for name, each in found if not hasattr(each, "device_mesh")}
+    assert mine
+    by_stage = {}
+    for stage, held in hvd.allgather_object((grid.stage, mine)):
+        assert by_stage.setdefault(stage, held) == held
+
+
+def test_settings_of_a_group_that_differ_by_stage_are_an_error_on_all(grid_of):
+    grid = grid_of(stages=2)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    rates = {name: 0.1 / 2 ** int(name) for name in "0123"}
+    stage = grid.pipeline(layers, micro_batches=2)
+    optimizer = torch.optim.SGD([{"params": layer.parameters(), "lr": rates[n]} for n, layer in stage.named_children()])
+    with pytest.raises(DesyncError, match=r"group may be empty. Received: lr=0.1 in group 0 of stage 0, and lr=0.025"):
+        hvdtrain.Trainer(stage, optimizer=optimizer, loss=nn.MSELoss())
+    held = dict(stage.named_children())
+    groups = [{"params": [*held[n].parameters()] if n in held else [], "lr": rate} for n, rate in rates.items()]
+    trainer = hvdtrain.Trainer(stage, optimizer=torch.optim.SGD(groups), loss=nn.MSELoss())
+    trainer.fit((torch.ones(8, 4), torch.ones(8, 4)), run_dir=None, progress=False)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("has_state", [False, True])
+def test_the_optimizer_state_of_divided_weights_arrives_at_other_replicas(grid_of, hvd, has_state):
+    grid = grid_of(shard=2)
+    torch.manual_seed(0)
+    net = fully_shard(nn.Linear(4, 3), mesh=grid.mesh("shard"))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    if grid.replica == 0 or has_state:  # the ranks of a shard group step together
+        net(torch.full((2, 4), float(grid.replica + 1))).square().sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=grid.part_root, process_set=grid.process_set)
+    state = [(name, each) for entries in optimizer.state_dict()["state"].values() for name, each in entries.items()]
+    assert len(state) == 6
+    assert all(hasattr(each, "device_mesh") == (name != "step") for name, each in state)
+    mine = [getattr(each, "full_tensor", each.clone)().tolist() for _, each in state]
+    assert all(others == mine for others in hvd.allgather_object(mine))
+    optimizer.step()
