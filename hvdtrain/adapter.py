@@ -213,7 +213,7 @@ class State:
     trained: frozenset[str] = frozenset()  # arrays that gradients change
     frozen: frozenset[str] = frozenset()  # weights that are not trained; statistics and other buffers are not weights
     pending: frozenset[str] = frozenset()  # arrays of an update that is still to be made
-    # Arrays that are not in `arrays`. Names and order are equal on all ranks, which gather them one after the other.
+    # Arrays that are not in `arrays`. Their order is equal on all ranks, which gather them one after the other.
     sharded: dict[str, ShardedArray] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()  # arrays that `load_state` is not given: ranks keep their parts of them
     everywhere: bool = False  # True if each rank has all arrays, and loads them; else the root alone does

@@ -167,7 +167,7 @@ class Callback:
     # Whether it gives the model other weights for validation: then its on_validation_end comes before the others'.
     swaps_weights = False
     sets_learning_rate = False  # whether it changes the optimizer's learning rate during the run
-    takes_parts = False  # whether `load_state` takes a `ShardedArray`, as a Grid's ranks get for each array
+    takes_parts = False  # whether `load_state` takes `ShardedArray`s: on a Grid it gets one for each saved array
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from hvdtrain.distributed.recorder import recorder
 from hvdtrain.distributed.world import World
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.telemetry.memory import Held
-from hvdtrain.torch.ops import device_copies, engine, lazy, names
+from hvdtrain.torch.ops import device_copies, divided, engine, lazy, names
 from hvdtrain.torch.ops.average_buffers import average_buffers
 from hvdtrain.torch.ops.finite import first_non_finite
 from hvdtrain.torch.ops.gpu_clock import GpuClock
@@ -86,6 +86,8 @@ class TorchAdapter:
         self.notes: list[str] = []
         if world.size > 1 or launch_environment.is_elastic():
             self.notes += filter(None, [convert_torchs(model)])
+        if world.grid is not None:  # after an evaluation fully_shard shows whole weights, which the checks refuse
+            divided.reshard(model)
         with agreement.everywhere(world=world, name="grid.check") if world.grid is not None else _PLAIN:
             check(model, optimizers, loss, step, options, grid=world.grid)
             check_grid(model, optimizers, options, world, has_step=step is not None)

@@ -25,7 +25,7 @@ class AveragedWeights:
 
     Args:
         model: the model, or this rank's part of one that a Grid divides: then a rank averages its part, and the
-            constructor and `load` are collectives.
+            constructor and `load_parts` are collectives.
         grid: the Grid.
     """
 
@@ -48,6 +48,8 @@ class AveragedWeights:
 
     def update(self, share: float) -> None:
         """Move the averages towards the weights by this share of the difference."""
+        if not self._averages:  # all of a part may be frozen, and torch takes no empty list
+            return
         averages = [divided.local(each) for each in self._averages.values()]
         weights = [divided.local(w).to(a.dtype) for w, a in zip(self._weights.values(), averages, strict=True)]
         torch._foreach_lerp_(averages, weights, share)

@@ -336,19 +336,21 @@ def restore(
     mine = rank_state.scatter(held, world=world, nbytes=lambda name: held.kind(name).nbytes, take=held.take)
     names = [name for name in mine if name.startswith(_OF_CALLBACKS)]
     theirs: dict[str, Any] = {name.removeprefix(_OF_CALLBACKS): mine.pop(name) for name in names}
-    if world.grid is not None:  # a whole model's arrays may be too many for a rank
+    if world.grid is not None:  # a whole model's arrays may be too large for one rank
         theirs = _sent_later(of_callbacks[0] if of_callbacks else HostArrays({}), world)
     return Snapshot(mine, {**meta, "callbacks": with_arrays(meta["callbacks"], theirs)})
 
 
 def _sent_later(arrays: HostArrays, world: World) -> dict[str, ShardedArray]:
-    """Return the root's arrays, of which it reads and sends one when all ranks gather it; a collective."""
+    """Return the root's arrays, each of which it reads and sends when all ranks call `gather`; a collective."""
     kinds = [[name, [*arrays.kind(name).shape], arrays.kind(name).dtype.str] for name in arrays]
 
     def later(name: str, kind: Kind) -> ShardedArray:
         def gather(everywhere: bool) -> NDArray[Any] | None:
             whole = np.array(arrays[name]) if world.is_root else np.zeros(kind.shape, kind.dtype)
-            return world.broadcast(whole, name="callbacks.array") if everywhere else whole if world.is_root else None
+            if everywhere:
+                return world.broadcast(whole, name="callbacks.array")
+            return whole if world.is_root else None
 
         return ShardedArray(kind, gather)
 

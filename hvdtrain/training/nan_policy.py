@@ -56,7 +56,7 @@ class NanPolicy:
         text = f"{at}{ago}: {self._cause(fault, fault.batches or batches)}"
         if self._policy == "raise":
             raise NonFiniteError(
-                f"{text} The step was not taken. Look at those samples and the learning rate; clip_norm bounds large "
+                f"{text} The step was not taken. Look at the samples and the learning rate; clip_norm bounds large "
                 'gradients, nan_policy="skip" leaves such steps out.'
             )
         if self._in_a_row > _MOST_IN_A_ROW:
@@ -83,8 +83,8 @@ class NanPolicy:
             )
         if self._world.grid is not None:
             return (
-                f"{gradient} is not finite, though the losses of all ranks are. So it is not known whose samples make "
-                "it: it overflows in backward, or as a sum over ranks."
+                f"{gradient} is not finite, though the losses of all ranks are finite. So the samples that cause this "
+                "are not known: a gradient overflows in backward, in the sum over ranks, or in fp16 compression."
             )
         return (
             f"{gradient} is not finite over all ranks, though it is on each: their sum overflows, or fp16 compression "

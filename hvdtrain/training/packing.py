@@ -34,7 +34,7 @@ def unpack(contents: Contents) -> State:
 
 
 def with_callbacks(state: State, states: Sequence[Sequence[Any]]) -> State:
-    """Return a state to which callbacks' arrays are added of which ranks hold parts."""
+    """Return the state with those arrays of callbacks that ranks hold in parts."""
     parts = {f"{CALLBACKS}.{name}": each for name, each in parts_of(states).items()}
     return replace(state, sharded=state.sharded | parts)
 

@@ -64,7 +64,7 @@ def limit_s() -> float:
 
 
 def is_failing() -> bool:
-    """Return True once an error ends this process, or a status that is not 0, as of `sys.exit(3)`."""
+    """Return True once an error ends this process, or a status that is not 0, such as that of `sys.exit(3)`."""
     return _watchdog is not None and _watchdog.exit is not None and _watchdog.exit.is_failing
 
 

@@ -98,7 +98,10 @@ class RankExit:
 
     @property
     def is_failing(self) -> bool:
-        """True once an error ends this process, or a status that is not 0. A script that takes steps has caught it."""
+        """True once an error ends this process, or a status that is not 0.
+
+        If steps were taken since, the script has caught the SystemExit.
+        """
         return self.is_ending or (self._failed_at is not None and self._failed_at == waits.steps_done())
 
     def _fail(self, error: BaseException, hook: Callable[..., Any]) -> None:

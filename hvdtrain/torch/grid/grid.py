@@ -162,12 +162,14 @@ class Grid:
     def broadcast_parameters(self, module: nn.Module) -> None:
         """Overwrite this rank's parameters and buffers with those of the first rank that holds the same. A collective.
 
-        That is the rank of the first replica. What torch has not divided, shards and tensor parts hold alike too.
+        That is the rank of the first replica. What torch has not divided, shards and tensor parts hold alike too,
+        except buffers that no state has (persistent=False): each tensor part may have values of its own in them.
         """
         held = {names.plain(name): value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
         by_axes: defaultdict[tuple[str, ...], dict[str, Tensor]] = defaultdict(dict)
-        for name, value in (held | dict(names.buffers(module))).items():  # of buffers also those that no state has
-            axes = ("replica", *(axis for axis in _DIVIDING if not divided.has_parts_along(value, axis)))
+        for name, value in (held | dict(names.buffers(module))).items():
+            alike = _DIVIDING if name in held else ("shard",)
+            axes = ("replica", *(axis for axis in alike if not divided.has_parts_along(value, axis)))
             by_axes[axes][name] = divided.local(value).detach()
         for axes, tensors in by_axes.items():
             ranks = self._layout.group(self.world.rank, *axes)
@@ -282,7 +284,7 @@ class Grid:
 def _groups(layout: Layout) -> set[tuple[int, ...]]:
     """Return the groups of ranks that exchange something: along axes, within a replica, the ends of a message."""
     found = {group for axis in AXES for group in layout.groups(axis)} | set(layout.groups(*_WITHIN))
-    for axes in (("shard",), ("tensor",), _DIVIDING):  # of which the first has the data's
+    for axes in (("shard",), ("tensor",), _DIVIDING):  # replicas and shards divide the data
         found |= set(layout.groups("replica", *axes))
     for stages in layout.groups("stage"):  # a stage sends to the next one; with several a rank, the last to the first
         found |= {(rank, stages[(index + 1) % len(stages)]) for index, rank in enumerate(stages) if len(stages) > 1}

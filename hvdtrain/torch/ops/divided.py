@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,12 +35,14 @@ def others_with_parts(tensor: Any) -> set[int]:
     return set(ranks.flatten().tolist()) - {int(mesh.mesh[tuple(place)])}
 
 
-def is_uneven(tensor: Any) -> bool:
-    """Return whether torch has divided a tensor into parts of unequal sizes."""
-    if not is_divided(tensor):
+def is_uneven_along(tensor: Any, axis: str) -> bool:
+    """Return whether torch has divided a tensor along this axis into parts of unequal sizes."""
+    names: Sequence[str] = (tensor.device_mesh.mesh_dim_names or ()) if is_divided(tensor) else ()
+    if axis not in names:
         return False
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return any(each.is_shard() and tensor.shape[each.dim] % size for each, size in sizes)
+    index = names.index(axis)
+    how = tensor.placements[index]
+    return bool(how.is_shard() and tensor.shape[how.dim] % tensor.device_mesh.shape[index])
 
 
 def local(tensor: Any) -> Any:

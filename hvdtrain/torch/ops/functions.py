@@ -107,7 +107,7 @@ class _Slot:
     stride: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
-    placements: Any = None  # of a tensor that torch has divided over ranks; the others are of this rank's part
+    placements: Any = None  # how torch has divided the tensor, if it has: shape and stride are those of a part
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def broadcast_optimizer_state(
         process_set: the ranks, the root among them; None means all.
 
     Raises:
-        ValueError: on every rank, if one has other parameter groups than the root, or other parts of weights that torch
-            has divided.
+        ValueError: on every rank, if one has other parameter groups than the root; on a rank that has other parts of
+            weights, which torch has divided, than another rank of the process set.
     """
     process_set = engine.global_set(process_set)
     if process_set.size() == 1:
@@ -148,9 +148,9 @@ def _broadcast(optimizer: torch.optim.Optimizer, root_rank: int, process_set: An
     for each in filter(divided.is_divided, params):
         if others := divided.others_with_parts(each) & set(process_set.ranks):
             raise ValueError(
-                "torch has divided weights over ranks, whose optimizer state is of other parts. Received: ranks "
-                f"{sorted(others)} in the process set, on rank {engine.native().rank()}. Pass process_set="
-                "grid.process_set and root_rank=grid.part_root: its ranks hold the same part"
+                "Other ranks hold other parts of the optimizer's state, because torch has divided the weights over "
+                f"them. Received: ranks {sorted(others)} in the process set, on rank {engine.native().rank()}. Pass "
+                "process_set=grid.process_set and root_rank=grid.part_root: its ranks hold the same part"
             )
     is_root = engine.native().rank() == root_rank
     tensors: list[Tensor] = []

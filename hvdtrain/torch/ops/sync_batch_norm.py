@@ -110,8 +110,8 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 def convert_torchs(module: nn.Module) -> str | None:
     """Convert `torch.nn.SyncBatchNorm`, which without torch.distributed is a plain BatchNorm; return a log line."""
     is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if is_initialized and torch.distributed.get_backend() != "horovod":  # a Grid's, of which its layers know nothing
-        return None  # it synchronizes over torch's own ranks
+    if is_initialized and torch.distributed.get_backend() != "horovod":
+        return None  # it synchronizes over torch's own ranks; on a Grid's backend it would not
     names = _convert(module, nn.SyncBatchNorm)
     if not names:
         return None

@@ -36,7 +36,7 @@ class Whole:
         """Return the name of the first weight with some quality on any rank; None if no rank has one.
 
         Args:
-            index: that of this rank's first one.
+            index: of this rank's first such weight; None if it has none.
             name_of: returns the name of this rank's weight of an index.
         """
         return None if index is None else name_of(index)

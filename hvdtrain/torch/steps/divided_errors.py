@@ -23,7 +23,7 @@ def computing(model: nn.Module, world: World) -> Iterator[None]:
     except RuntimeError as error:
         if world.grid is None or not _is_of_divided(error):
             raise
-        uneven = [(name, each) for name, each in names.parameters(model) if divided.is_uneven(each)]
+        uneven = [each for each in names.parameters(model) if divided.is_uneven_along(each[1], "tensor")]
         advice = (
             "Divide all weights that a layer uses, and convert or replace layers before fully_shard or "
             "parallelize_module"
@@ -51,7 +51,7 @@ def stepping(optimizer: Any, world: World) -> Iterator[None]:
         advice = f"Leave out {chosen[0]}=" if chosen else "Use another optimizer, such as AdamW"
         received = f"{type(optimizer).__name__}({', '.join(f'{name}=True' for name in chosen)})"
         raise HvdTrainError(
-            f"torch cannot take this optimizer's step where it has divided weights over ranks. {advice}. Received: "
+            f"This optimizer cannot update weights that torch has divided over ranks. {advice}. Received: "
             f"{received} on rank {world.rank}. torch says: {error}"
         ) from error
 

@@ -80,7 +80,7 @@ class Exchanges:
             self.detach()
 
     def _make_divided(self) -> None:
-        """Make the exchanges of weights that torch has divided, or of none: the weights of losses are exchanged."""
+        """Make the exchanges of divided weights, or of a frozen part, which only adds up the weights of losses."""
         self.used = Divided(self.optimizer, self._world)
         self._by_ranks = {"all": self.used, "none": Alone(self.optimizer)}
         self._tell_of_grid()

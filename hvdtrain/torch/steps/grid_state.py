@@ -99,10 +99,10 @@ class GridState:
             for index, (first, own) in enumerate(zip(settings[0], groups, strict=True)):
                 for name in (name for name in {**first, **own} if first.get(name) != own.get(name)):
                     raise DesyncError(
-                        "A parameter group has the same settings on all stages: groups of the same number are one "
-                        "group of the whole model. Give the optimizer of each stage all groups, in one order; a group "
-                        f"may be empty. Received: {name}={first.get(name)} in group {index} of stage 0, and "
-                        f"{name}={own.get(name)} of stage {stage}"
+                        "A parameter group must have the same settings on all stages: groups of the same number are "
+                        "one group of the whole model. Give the optimizer of each stage all groups, in one order; a "
+                        f"group may be empty. Received: {name}={first.get(name)} in group {index} of stage 0, and "
+                        f"{name}={own.get(name)} in group {index} of stage {stage}"
                     )
 
     def _counts(self) -> list[list[int]]:

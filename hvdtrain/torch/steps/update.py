@@ -240,7 +240,7 @@ class Update:
     def fault_of_losses(self) -> Fault:
         """Return the fault of a step that this rank cannot compute again, because a Grid divides the model.
 
-        The gradient was this rank's own before the reduction only. So its losses tell if its samples are the cause.
+        Gradients are reduced already. So only the losses tell if this rank's samples are the cause.
         """
         grid, losses = self._world.grid, [float(each) for each in self.step.losses]
         loss = float(np.mean(losses)) if losses else float("nan")

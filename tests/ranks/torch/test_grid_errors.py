@@ -109,5 +109,5 @@ def test_divided_tensors_are_not_sent_as_whole_ones(grid_of, hvd):
     with pytest.raises(TypeError, match=r"Use the methods of the Grid, such as grid.broadcast_parameters\(model\)"):
         hvd.broadcast_parameters(net.state_dict())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match=r"is of other parts. Received: ranks \[\d\] .* Pass process_set="):
+    with pytest.raises(ValueError, match=r"divided the weights over them. Received: ranks \[\d\] .* Pass process_set="):
         hvd.broadcast_optimizer_state(optimizer)

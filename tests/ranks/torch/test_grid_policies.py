@@ -7,12 +7,12 @@ import logging
 import math
 import re
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
-from grid_kit import PLAN, TOKENS, WIDTH, Block
+from grid_kit import PLAN, TOKENS, WIDTH, Block, one_process
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -21,7 +21,6 @@ import hvdtrain
 import hvdtrain.torch
 from hvdtrain.callbacks import EMA, Callback, Checkpoint, EarlyStopping, SyncCheck
 from hvdtrain.checkpoint import scan
-from hvdtrain.distributed import world as worlds
 from hvdtrain.errors import NonFiniteError
 
 pytestmark = pytest.mark.world_size(2)
@@ -110,17 +109,6 @@ def fit(trainer, *, replicas=1, bad=(BAD,), epochs=2, samples=SAMPLES, **options
     rows = tuple(each[:samples] for each in data(bad))
     how = {"batch_size": BATCH // replicas, "run_dir": None, "progress": False}
     return trainer.fit(rows, epochs=epochs, validation=data(()), **how, **options)
-
-
-@contextmanager
-def one_process():
-    """Within it, this rank trains alone, as a script without a launcher."""
-    before = worlds.current()
-    worlds.use(worlds.SoloWorld())
-    try:
-        yield
-    finally:
-        worlds.use(before)
 
 
 def alone(make_model=model, *, prepare=lambda trainer: None, of_fit=None, **options):
@@ -457,8 +445,9 @@ def test_a_callback_of_rank_0_alone_resumes_with_its_array_beside_averages(make_
     grid, _ = make_grid()
     for epochs in (1, 2):
         counts = [Counts()] if rank == 0 else []
-        callbacks = [Checkpoint(str(shared_tmp_path)), *counts]
-        trained_with_averages(KINDS["stages"][1](model(), grid), replicas=1, epochs=epochs, callbacks=callbacks)
+        trainer = trainer_of(KINDS["stages"][1](model(), grid), nan_policy=None)
+        callbacks = [*counts, EMA(0.8, every=2), Checkpoint(str(shared_tmp_path))]  # the root counts others first
+        fit(trainer, bad=(), epochs=epochs, callbacks=callbacks)
     assert [each.steps.tolist() for each in counts] == ([[10, 10, 10]] if rank == 0 else [])
 
 
@@ -478,6 +467,15 @@ def test_averages_leave_out_skipped_steps_of_a_grid_that_resumes(make_grid, shar
         found = trained(KINDS[kind][1](model(), grid), grid.data_size, str(shared_tmp_path / "grid"), stop)
     for name, each in expected.items():
         np.testing.assert_allclose(found[name], each, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_a_stage_whose_layers_are_all_frozen_has_no_averages(make_grid):
+    grid, _ = make_grid()
+    net = KINDS["stages"][1](model(), grid)
+    if grid.stage == 0:
+        net.requires_grad_(False)
+    trainer, ema, _ = trained_with_averages(net, replicas=1)
+    assert averages_of(trainer, ema)
 
 
 def test_averages_of_another_model_are_one_error_on_every_rank(make_grid, shared_tmp_path):

@@ -281,7 +281,9 @@ class Drawing(nn.Module):
 
 
 @pytest.mark.world_size(2, 4)
-@pytest.mark.parametrize("lengths", [{"stages": 2}, {"shard": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [pytest.param({"stages": 2}, marks=pytest.mark.world_size(4)), {"shard": 2}, {"tensor": 2}], ids=str
+)
 def test_ranks_that_the_script_seeds_apart_begin_with_equal_tensors(grid_of, hvd, rank, lengths):
     grid = grid_of(**lengths)
     torch.manual_seed(rank)
@@ -296,11 +298,24 @@ def test_ranks_that_the_script_seeds_apart_begin_with_equal_tensors(grid_of, hvd
             fully_shard(layer, mesh=grid.mesh("shard"), ignored_params=set(net[0].parameters()))
     hvdtrain.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss=nn.MSELoss())
     found = [*net.named_parameters(), *net.named_buffers()]
-    mine = {name: each.tolist() for name, each in found if not hasattr(each, "device_mesh")}
+    own = ".unsaved" if grid.tensors > 1 else "none"  # of a tensor part, such as slopes of its heads
+    mine = {name: each.tolist() for name, each in found if not (hasattr(each, "device_mesh") or name.endswith(own))}
     assert mine
+    unsaved = hvd.allgather_object([each.tolist() for name, each in found if name.endswith(own)])
+    assert grid.tensors == 1 or unsaved[0] != unsaved[1]
     by_stage = {}
     for stage, held in hvd.allgather_object((grid.stage, mine)):
         assert by_stage.setdefault(stage, held) == held
+
+
+def test_a_second_trainer_takes_shards_that_an_evaluation_has_gathered(grid_of):
+    grid = grid_of(shard=2)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net, mesh=grid.mesh("shard"))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        trainer = hvdtrain.Trainer(net, optimizer=optimizer, loss=nn.MSELoss())
+        trainer.evaluate((torch.ones(8, 4), torch.ones(8, 4)))
 
 
 def test_settings_of_a_group_that_differ_by_stage_are_an_error_on_all(grid_of):
