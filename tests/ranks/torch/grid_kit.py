@@ -1,10 +1,10 @@
-"""A transformer's block that torch can divide, and the world of one process, for the tests of a Grid."""
+"""A transformer's block, the ways to divide a model of them, and the world of one process, for the tests of a Grid."""
 
 from contextlib import contextmanager
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hvdtrain.distributed import world as worlds
 
@@ -31,6 +31,17 @@ class Block(nn.Module):
 PLAN = {name: ColwiseParallel() for name in ("q", "k", "v", "up")} | {
     name: RowwiseParallel() for name in ("out", "down")
 }
+
+
+def staged(net, grid, schedule="1f1b"):
+    return grid.pipeline(net, micro_batches=3, schedule=schedule)
+
+
+def divided(net, grid):
+    for layer in net.children():
+        if isinstance(layer, Block):
+            parallelize_module(layer, grid.mesh("tensor"), PLAN)
+    return net
 
 
 @contextmanager

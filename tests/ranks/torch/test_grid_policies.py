@@ -12,10 +12,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from grid_kit import PLAN, TOKENS, WIDTH, Block, one_process
+from grid_kit import TOKENS, WIDTH, Block, divided, one_process, staged
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 import hvdtrain
 import hvdtrain.torch
@@ -59,22 +58,11 @@ def data(bad=(BAD,)):
     return x, rng.integers(0, CLASSES, SAMPLES)
 
 
-def staged(net, grid):
-    return grid.pipeline(net, micro_batches=3)
-
-
 def sharded(net, grid):
     for layer in net.children():
         if isinstance(layer, Block):  # the head is left to the outermost module, which keeps it after evaluation
             fully_shard(layer, mesh=grid.mesh("shard"))
     return fully_shard(net, mesh=grid.mesh("shard"))
-
-
-def divided(net, grid):
-    for layer in net.children():
-        if isinstance(layer, Block):
-            parallelize_module(layer, grid.mesh("tensor"), PLAN)
-    return net
 
 
 KINDS = {

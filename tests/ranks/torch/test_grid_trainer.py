@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from grid_kit import PLAN, TOKENS, WIDTH, Block, one_process
+from grid_kit import TOKENS, WIDTH, Block, divided, one_process, staged
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 import hvdtrain
 import hvdtrain.torch
@@ -58,21 +57,10 @@ def tokens(*, ignored=0.2):
     return rng.integers(0, 7, (SAMPLES, TOKENS)), labels
 
 
-def staged(net, grid, schedule="1f1b"):
-    return grid.pipeline(net, micro_batches=3, schedule=schedule)
-
-
 def sharded(net, grid):
     for layer in net.children():
         fully_shard(layer, mesh=grid.mesh("shard"))
     return fully_shard(net, mesh=grid.mesh("shard"))
-
-
-def divided(net, grid):
-    for layer in net.children():
-        if isinstance(layer, Block):
-            parallelize_module(layer, grid.mesh("tensor"), PLAN)
-    return net
 
 
 KINDS = {
