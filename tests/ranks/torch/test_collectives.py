@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -202,6 +204,18 @@ def test_unnamed_operations_of_a_process_set_do_not_upset_the_others(hvd, rank, 
         assert float(hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum)) == size * (size - 1) / 2
     finally:
         hvd.remove_process_set(process_set)
+
+
+def test_barriers_and_process_sets_take_turns_at_any_pace(hvd, rank):
+    """A rank that added its set late found it there; the others' barrier stayed behind, and their next one failed."""
+    for turn in range(60):
+        hvd.barrier()
+        if (turn + rank) % 3 == 0:
+            time.sleep(0.0007)
+        process_set = hvd.add_process_set([0])
+        hvd.barrier()
+        hvd.remove_process_set(process_set)
+    hvd.join()
 
 
 def test_collectives_work_in_inference_mode(hvd, rank, size):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.over_gloo]
 
@@ -63,3 +67,68 @@ def test_join_returns_the_last_rank(hvd, rank):
         for _ in range(3):
             hvd.allreduce(torch.ones(1), name="alone")
     assert hvd.join() == 0
+
+
+def test_what_a_rank_sent_before_it_joined_counts(hvd, rank, size):
+    """A response in the caches, and one that is not; rank 0 sends its own when the others have called join."""
+    for name in ("join.new", "join.cached", "join.cached", "join.cached"):
+        if name == "join.cached":
+            assert float(hvd.allreduce(torch.ones(1), name=name, op=hvd.Sum)) == size
+        if rank == 0:
+            time.sleep(0.1)
+        sent = hvd.allreduce_async(torch.tensor([rank + 1.0]), name=name, op=hvd.Sum)
+        mean = hvd.allreduce_async(torch.tensor([rank + 1.0]))
+        hvd.join()
+        assert float(hvd.synchronize(sent)) == size * (size + 1) / 2
+        assert float(hvd.synchronize(mean)) == (size + 1) / 2
+
+
+def test_a_rank_that_waits_in_join_waits_for_a_barrier_of_the_others_too(hvd, rank, size):
+    if rank == 0:
+        time.sleep(0.1)
+    if rank != size - 1:
+        assert float(hvd.allreduce(torch.ones(1), name="join.before", op=hvd.Sum)) == size - 1
+        hvd.barrier()
+    hvd.join()
+    assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == size
+
+
+@pytest.mark.parametrize("what", ["allgather", "alltoall", "broadcast", "reducescatter"])
+def test_what_zeros_do_not_serve_is_an_error_where_a_rank_has_joined(hvd, rank, size, what):
+    numbers = torch.arange(float(2 * size)).reshape(2 * size, 1)
+    send = {
+        "allgather": lambda: hvd.allgather(numbers, name="join.gather"),
+        "alltoall": lambda: hvd.alltoall(numbers, name="join.alltoall"),
+        "broadcast": lambda: hvd.broadcast(numbers, 0, name="join.broadcast"),
+        "reducescatter": lambda: hvd.reducescatter(numbers, name="join.scatter"),
+    }[what]
+    before = [send() for _ in range(3)]  # its response is in the caches now
+    if rank != size - 1:
+        time.sleep(0.1)
+        for _ in range(2):
+            with pytest.raises(HorovodInternalError, match="not supported with Join"):
+                send()
+    hvd.join()
+    assert torch.equal(send(), before[0])
+
+
+def test_what_another_thread_sends_while_its_rank_waits_in_join_is_an_error(hvd, rank, size):
+    said = []
+
+    def late():
+        time.sleep(0.1)
+        try:
+            hvd.allreduce(torch.ones(1), name="join.late")
+        except ValueError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=late)
+    if rank == size - 1:
+        thread.start()
+    else:
+        time.sleep(0.4)
+    hvd.join()
+    if rank == size - 1:
+        thread.join()
+        assert len(said) == 1
+        assert said[0].startswith("allreduce.join.late was sent while this rank waits in join() for the other ranks:")
