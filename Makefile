@@ -149,7 +149,8 @@ gpu-build-test: ## Set up for GPUs in .venv-gpu (5 GB), and look into what was b
 
 models: $(STAMP) ## transformers and its Trainer, peft, Lightning, ignite (installed here), all of torchmetrics: ranks give one process's numbers
 	$(HAVE) transformers accelerate peft ignite lightning || $(PIP) -e ".[models,lightning]"
-	python -m pytest -q tests/unit/lightning tests/e2e/lightning tests/unit/scripts/test_names.py
+	python -m pytest -q tests/unit/lightning tests/e2e/lightning
+	python -m pytest -q tests/unit/scripts/test_names.py -k "lightning or transformers" # `make unit-all` has the others
 	python tests/ranks/run.py --only models
 	HVDTRAIN_TEST_LONG=1 python -m pytest -q tests/unit/torch/test_every_torchmetric.py
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ import hvdtrain
 import hvdtrain.torch as hvd
 from hvdtrain.distributed.watchdog import tracebacks
 from hvdtrain.telemetry import rank_memory
+from hvdtrain.torch.reduction import memory
 from hvdtrain.torch.reduction.memory import held_by
 
 STATES = [
@@ -123,8 +126,9 @@ def test_a_run_that_cannot_be_measured_runs(monkeypatch):
 
 
 @pytest.fixture
-def alone_in_script():
-    """Let nothing speak for this process, before and afterwards."""
+def alone_in_script(monkeypatch):
+    """Let nothing speak for this process, before and afterwards, nor count optimizers that other tests have left."""
+    monkeypatch.setattr(memory, "_of_script", weakref.WeakSet())
     rank_memory.forget()
     yield
     rank_memory.forget()
