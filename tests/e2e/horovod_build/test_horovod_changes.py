@@ -372,3 +372,20 @@ answer(rank, totals=totals)
 def test_ranks_use_the_settings_of_the_first_one(setting, plane, tmp_path):
     assert run(SETTINGS, tmp_path, plane=plane, SETTING=setting.format(tmp_path)) == [{"totals": [True] * 20}] * 2
     assert (tmp_path / "timeline").exists() == ("TIMELINE" in setting)
+
+
+AGAIN = """
+import horovod.torch as hvd, torch
+totals = []
+for _ in range(3):
+    hvd.init()
+    rank = hvd.rank()
+    totals.append(float(hvd.allreduce(torch.ones(1), op=hvd.Sum)))
+    hvd.shutdown()
+answer(rank, totals=totals)
+"""
+
+
+def test_horovod_is_initialized_again_with_settings_of_ones_own(tmp_path):
+    answers = run(AGAIN, tmp_path, plane="--gloo", HOROVOD_FUSION_THRESHOLD="1000000", HOROVOD_CYCLE_TIME="1")
+    assert answers == [{"totals": [2.0] * 3}] * 2
