@@ -97,7 +97,13 @@ def count_from_zero() -> None:
 
 def global_set(process_set: Any = None) -> Any:
     """Return `process_set`, or the set of all ranks for None."""
-    return native().global_process_set if process_set is None else process_set
+    if process_set is None:
+        return native().global_process_set
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"The process set is not registered: call hvd.add_process_set on all ranks first. Received: {process_set}"
+        )
+    return process_set
 
 
 def is_global(process_set: Any) -> bool:

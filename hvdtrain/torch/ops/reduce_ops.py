@@ -38,9 +38,14 @@ def differentiable(handle: Handle, gradients: Callable[..., Any], tensors: Seque
 
 
 def _reduced(start: Callable[..., Handle], how: Reduction, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `tensors` reduced; the gradient of a reduction is the same reduction of the gradients."""
+    """Return `tensors` reduced; the gradient of a sum or a mean is the same reduction of the gradients."""
 
     def gradients(grads: Sequence[Tensor]) -> list[Tensor]:
+        if how.op not in (Average, Sum):  # Horovod's would be another number than the gradient
+            raise NotImplementedError(
+                f"allreduce has gradients for op=Average and op=Sum. Received: {name} with op={how.op}. Detach the "
+                "tensor, or gather it with hvd.allgather, which has gradients, and reduce the result with torch."
+            )
         return _reduced(start, how, engine.auto_name("allreduce", how.process_set), grads)
 
     return differentiable(start(tensors, how, name), gradients, tensors)

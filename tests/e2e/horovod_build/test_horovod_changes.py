@@ -285,3 +285,107 @@ def test_no_message_of_horovod_says_to_reinstall_it() -> None:
     found = {str(path): advice.findall(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")}
     assert len(found) > 100
     assert not {path: advised for path, advised in found.items() if advised}
+
+
+APART = """
+import random, time
+import horovod.torch as hvd, torch
+hvd.init()
+rank, size, wrong, draw = hvd.rank(), hvd.size(), [], random.Random(0)
+def step(turn, there):
+    sent = []
+    for name in draw.sample("abcde", 3):
+        lengths = [draw.randint(1, 3) for _ in range(2 if name < "d" else 1)]
+        tensors = [torch.full((n,), float(turn + k + rank)) for k, n in enumerate(lengths)]
+        sent.append((lengths, hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name=name)))
+    for lengths, handle in sent:
+        for k, (n, total) in enumerate(zip(lengths, hvd.synchronize(handle))):
+            if not torch.equal(total, torch.full((n,), float(there * (turn + k) + there * (there - 1) // 2))):
+                wrong.append([turn, total.tolist()])
+for turn in range(100):
+    step(turn, size)
+if rank != size - 1:
+    time.sleep(0.2)
+    for turn in range(20):
+        step(turn, size - 1)
+hvd.join()
+answer(rank, wrong=wrong)
+"""
+
+
+@pytest.mark.parametrize("capacity", ["0", "4", "1024"])
+def test_groups_that_are_reduced_apart_are_right_in_any_cache_and_after_join(capacity, tmp_path):
+    answers = run(APART, tmp_path, HOROVOD_DISABLE_GROUP_FUSION="1", HOROVOD_CACHE_CAPACITY=capacity)
+    assert answers == [{"wrong": []}] * 2
+
+
+TUNED = """
+import horovod.torch as hvd, torch
+hvd.init()
+totals = [float(hvd.allreduce(torch.ones(9), op=hvd.Sum, name="x")[0]) for _ in range(30 if hvd.rank() == 0 else 10)]
+answer(hvd.rank(), totals=totals, last=int(hvd.join()))
+"""
+
+
+def test_a_rank_joins_while_horovod_tunes_itself(tmp_path):
+    first, second = run(TUNED, tmp_path, HOROVOD_AUTOTUNE="1")
+    assert first == {"totals": [2.0] * 10 + [1.0] * 20, "last": 0}
+    assert second == {"totals": [2.0] * 10, "last": 0}
+
+
+NAMESAKES = """
+import horovod.tensorflow as hvd, tensorflow as tf
+hvd.init()
+ones = tf.ones(2 * hvd.size())
+reduce = tf.function(lambda x: hvd.mpi_ops._allreduce(x, op=hvd.Sum, name="same"))
+scatter = tf.function(lambda x: hvd.reducescatter(x, op=hvd.Sum, name="same"))
+got = [call(ones).numpy().tolist() for call in (reduce, reduce, scatter, reduce, scatter)]
+answer(hvd.rank(), got=got)
+"""
+
+
+def test_a_reducescatter_may_have_the_name_of_an_allreduce(tmp_path):
+    pytest.importorskip("tensorflow")
+    assert run(NAMESAKES, tmp_path) == [{"got": [[2.0] * 4, [2.0] * 4, [2.0] * 2, [2.0] * 4, [2.0] * 2]}] * 2
+
+
+SETTINGS = """
+import sys
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK")))
+name, *values = os.environ["SETTING"].split()
+if len(values) > rank:
+    os.environ[name] = values[rank]
+import horovod.torch as hvd, torch
+hvd.init()
+totals = []
+for turn in range(20):
+    sent = [hvd.allreduce_async(torch.full((9,), float(turn)), op=hvd.Sum, name=f"{k}") for k in range(8)]
+    totals.append({float(hvd.synchronize(each)[k]) for k, each in enumerate(sent)} == {2.0 * turn})
+answer(rank, totals=totals)
+"""
+
+
+@pytest.mark.parametrize("plane", ["--mpi", "--gloo"])
+@pytest.mark.parametrize(
+    "setting", ["HOROVOD_TIMELINE {}/timeline", "HOROVOD_FUSION_THRESHOLD 0 64", "HOROVOD_CACHE_CAPACITY 1 4"]
+)
+def test_ranks_use_the_settings_of_the_first_one(setting, plane, tmp_path):
+    assert run(SETTINGS, tmp_path, plane=plane, SETTING=setting.format(tmp_path)) == [{"totals": [True] * 20}] * 2
+    assert (tmp_path / "timeline").exists() == ("TIMELINE" in setting)
+
+
+AGAIN = """
+import horovod.torch as hvd, torch
+totals = []
+for _ in range(3):
+    hvd.init()
+    rank = hvd.rank()
+    totals.append(float(hvd.allreduce(torch.ones(1), op=hvd.Sum)))
+    hvd.shutdown()
+answer(rank, totals=totals)
+"""
+
+
+def test_horovod_is_initialized_again_with_settings_of_ones_own(tmp_path):
+    answers = run(AGAIN, tmp_path, plane="--gloo", HOROVOD_FUSION_THRESHOLD="1000000", HOROVOD_CYCLE_TIME="1")
+    assert answers == [{"totals": [2.0] * 3}] * 2

@@ -218,6 +218,32 @@ def test_barriers_and_process_sets_take_turns_at_any_pace(hvd, rank):
     hvd.join()
 
 
+@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 64], [-1]])
+def test_a_process_set_of_ranks_that_do_not_exist_is_refused(hvd, size, ranks):
+    with pytest.raises(ValueError, match=rf"ranks from 0 to {size - 1}, each of them once. Received: "):
+        hvd.add_process_set(ranks)
+
+
+def test_process_sets_that_ranks_do_not_agree_on_are_errors_and_change_nothing(hvd, rank, size):
+    """Such ranks waited for ever, or ended with an exception in the background."""
+    with pytest.raises(ValueError, match=rf"rank {rank}: not all ranks have called add_process_set"):
+        hvd.add_process_set([rank])
+    first = hvd.add_process_set([0])
+    with pytest.raises(ValueError, match="not all ranks"):
+        hvd.add_process_set([1]) if rank == 0 else hvd.remove_process_set(first)
+    second = hvd.add_process_set([1])
+    with pytest.raises(ValueError, match="not all ranks"):
+        hvd.remove_process_set(first if rank == 0 else second)
+    assert (first.process_set_id, second.process_set_id) == (1, 2)
+    if rank < 2:
+        assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=[first, second][rank])) == 1
+    assert hvd.remove_process_set(second)
+    assert hvd.remove_process_set(first)
+    third = hvd.add_process_set([1])
+    assert third.process_set_id == 1
+    hvd.remove_process_set(third)
+
+
 def test_collectives_work_in_inference_mode(hvd, rank, size):
     with torch.inference_mode():
         mine = torch.full((size,), float(rank), device="cpu")

@@ -132,3 +132,26 @@ def test_what_another_thread_sends_while_its_rank_waits_in_join_is_an_error(hvd,
         thread.join()
         assert len(said) == 1
         assert said[0].startswith("allreduce.join.late was sent while this rank waits in join() for the other ranks:")
+
+
+def test_a_process_set_cannot_be_added_where_a_rank_has_joined(hvd, rank, size):
+    said = []
+
+    def add(delay_s):
+        time.sleep(delay_s)
+        try:
+            hvd.add_process_set([0])
+        except ValueError as error:
+            said.append(str(error))
+
+    if rank == size - 1:
+        thread = threading.Thread(target=add, args=(0.1,))
+        thread.start()
+        hvd.join()
+        thread.join()
+        assert ["waits in join" in each for each in said] == [True]
+    else:
+        add(0.4)
+        hvd.join()
+        assert ["not all ranks have called add_process_set([0])" in each for each in said] == [True]
+    hvd.remove_process_set(hvd.add_process_set([0]))
