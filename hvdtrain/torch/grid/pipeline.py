@@ -77,6 +77,10 @@ class Stage(nn.Module):
         self._within = within
         self._schedules.clear()  # their buffers are of the types that another context may have sent
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # torch's, for to(), double() and the like
+        self._schedules.clear()
+        return super()._apply(*args, **kwargs)
+
     @property
     def is_first(self) -> bool:
         """True for the stage that takes the inputs."""
@@ -225,7 +229,9 @@ class Stage(nn.Module):
     def _schedule(self, inputs: Tensor, count: int, *, trains: bool) -> Any:
         """Return torch's schedule for so many micro-batches of this shape."""
         length = len(inputs) // count
-        key = (length, *inputs.shape[1:], inputs.dtype, count, trains)
+        device = self._device.type
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)  # the script's own, around a step
+        key = (length, *inputs.shape[1:], inputs.dtype, count, trains, self.training, cast)
         if key in self._schedules:
             self._schedules.move_to_end(key)
             return self._schedules[key]
@@ -303,8 +309,11 @@ class _Computed(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         stage, samples, is_tuple = self._held
-        with stage.within(samples):
-            return stage(inputs if is_tuple else inputs[0])
+        try:
+            with stage.within(samples):
+                return stage(inputs if is_tuple else inputs[0])
+        finally:  # in the script's own autocast casts would stay, and fully_shard gathers other weights each time
+            torch.clear_autocast_cache()
 
 
 def _of_one_shape(inputs: Sequence[Tensor]) -> list[list[int]]:
