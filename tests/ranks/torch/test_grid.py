@@ -213,6 +213,14 @@ def test_a_second_grid_and_a_group_across_the_axes_are_refused(grid_of, size):
         grid.mesh("shard", "replica")
 
 
+@pytest.mark.world_size(2)
+def test_shards_divide_gradients_by_the_number_that_the_script_sets(grid_of, rank):
+    net = fully_shard(nn.Linear(2, 2, bias=False), mesh=grid_of(shard=2).mesh("shard"))
+    net.set_gradient_divide_factor(4.0)
+    net(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    assert full(net.weight.grad).tolist() == [[0.75, 0.75], [0.75, 0.75]]
+
+
 def test_after_close_a_grid_can_be_made_again(grid_of, hvd, size):
     for lengths in ({"stages": 2}, {"shard": 2}):
         grid = hvdtrain.torch.Grid(**lengths)
