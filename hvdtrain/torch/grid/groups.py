@@ -157,16 +157,16 @@ class Group(_ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> InFlight:
         """Reduce each tensor in place."""
-        op = _operation(opts.reduceOp if opts is not None else ReduceOp.SUM)
-        return self._in_flight([self._reduce(tensor, op) for tensor in tensors], tensors)
+        how = _operation(opts.reduceOp if opts is not None else ReduceOp.SUM)
+        return self._in_flight([self._reduce(tensor, how) for tensor in tensors], tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> InFlight:
         """Reduce onto one rank; the others' tensors stay as they are."""
-        op, is_root = _operation(opts.reduceOp), opts.rootRank == self._own
+        how, is_root = _operation(opts.reduceOp), opts.rootRank == self._own
         copies = [tensor if is_root else tensor.detach().clone() for tensor in tensors]
-        return self._in_flight([self._reduce(copy, op) for copy in copies], tensors)
+        return self._in_flight([self._reduce(copy, how) for copy in copies], tensors)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> InFlight:
         """Reduce `source`, equal parts for each rank, and put this rank's part into `output`."""
@@ -174,9 +174,9 @@ class Group(_ProcessGroup):
         if self._ranks != self._sorted:
             parts = parts[[self._ranks.index(rank) for rank in self._sorted]]
         how = {
-            "op": _operation(opts.reduceOp),
             "name": self._name("reducescatter", source.numel()),
             "process_set": self._set,
+            **_operation(opts.reduceOp),
         }
         handle = gather_ops.reducescatter_async(parts, **how)
         return self._in_flight([handle], [output], lambda received: _fill(output, received))
@@ -299,9 +299,9 @@ class Group(_ProcessGroup):
         self._named.clear()
         return work
 
-    def _reduce(self, tensor: Tensor, op: int) -> Any:
-        how = {"op": op, "name": self._name("allreduce", tensor.numel()), "process_set": self._set}
-        return reduce_ops.allreduce_async_(tensor.detach(), **how)
+    def _reduce(self, tensor: Tensor, how: dict[str, Any]) -> Any:
+        name = self._name("allreduce", tensor.numel())
+        return reduce_ops.allreduce_async_(tensor.detach(), name=name, process_set=self._set, **how)
 
     def _gather(self, source: Tensor) -> Any:
         row = source.detach().reshape(1, -1)
@@ -339,15 +339,17 @@ class Group(_ProcessGroup):
         return gather_ops.alltoall_async(tensor.detach().reshape(-1), **how)
 
 
-def _operation(op: Any) -> int:
-    """Return Horovod's number for a reduction of torch's."""
+def _operation(op: Any) -> dict[str, Any]:
+    """Return the arguments of Horovod's reductions for one of torch's."""
     known = {
         ReduceOp.SUM: engine.Sum, ReduceOp.AVG: engine.Average, ReduceOp.MIN: engine.Min, ReduceOp.MAX: engine.Max,
         ReduceOp.PRODUCT: engine.Product,
     }  # fmt: skip
     for torchs, horovods in known.items():
         if op == torchs:
-            return horovods
+            return {"op": horovods}
+    if op == ReduceOp.PREMUL_SUM:  # of fully_shard's set_gradient_divide_factor
+        return {"op": engine.Sum, "prescale_factor": float(op.__getstate__()[1])}
     raise HvdTrainError(f"Horovod has no such reduction. Received: {op} on rank {engine.native().rank()}")
 
 

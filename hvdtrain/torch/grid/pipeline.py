@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from hvdtrain.distributed import rank_state, streams
 from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import split
-from hvdtrain.torch.ops import pack
+from hvdtrain.torch.ops import divided, pack
 from hvdtrain.torch.ops.functions import broadcast_object, broadcast_parameters
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -76,6 +76,10 @@ class Stage(nn.Module):
     def within(self, within: Within) -> None:
         self._within = within
         self._schedules.clear()  # their buffers are of the types that another context may have sent
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # torch's, for to(), double() and the like
+        self._schedules.clear()
+        return super()._apply(*args, **kwargs)
 
     @property
     def is_first(self) -> bool:
@@ -225,7 +229,9 @@ class Stage(nn.Module):
     def _schedule(self, inputs: Tensor, count: int, *, trains: bool) -> Any:
         """Return torch's schedule for so many micro-batches of this shape."""
         length = len(inputs) // count
-        key = (length, *inputs.shape[1:], inputs.dtype, count, trains)
+        device = self._device.type
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)  # the script's own, around a step
+        key = (length, *inputs.shape[1:], inputs.dtype, count, trains, self.training, cast)
         if key in self._schedules:
             self._schedules.move_to_end(key)
             return self._schedules[key]
@@ -251,9 +257,13 @@ class Stage(nn.Module):
 
         torch would find the shapes by itself, and change BatchNorm's statistics by what is in empty memory. All numbers
         that can have a gradient get one: a stage would not learn that another one's layers are frozen no more.
+
+        Raises:
+            TypeError: on all stages, if one returns something else.
         """
         grid: Any = self.grid
         described: list[Any] = []
+        refused = ""
         is_tuple = takes_tuple = False  # one tensor in a tuple is not a tensor
         received: tuple[Tensor, ...] = (sample.detach(),)
         sent: tuple[Tensor, ...] = ()
@@ -267,20 +277,27 @@ class Stage(nn.Module):
                     outputs = _Computed(self, len(sample), takes_tuple)(*received)
                 is_tuple = isinstance(outputs, tuple)
                 sent = outputs if is_tuple else (outputs,)
-                self._check(sent)
-                described = [(tuple(each.shape), each.dtype) for each in sent]
+                refused = self._refusal(sent)
+                described = [] if refused else [(tuple(each.shape), each.dtype) for each in sent]
             root = grid.rank_of(stage=stage)
-            is_tuple, described = broadcast_object((is_tuple, described), root, "grid.shapes", grid.stages_set)
+            found = (is_tuple, described, refused)
+            is_tuple, described, refused = broadcast_object(found, root, "grid.shapes", grid.stages_set)
+            if refused:
+                raise TypeError(refused)
         return received, takes_tuple, tuple(map(_passed, sent))
 
-    def _check(self, sent: tuple[Any, ...]) -> None:
-        if self.is_last or all(isinstance(each, Tensor) for each in sent):
-            return
-        kinds = ", ".join(type(each).__name__ for each in sent)
-        raise TypeError(
-            "Between stages go tensors, or tuples of them. Received: "
-            f"{kinds} from {self.layer_names[self.grid.stage][-1]}, the last layer of stage {self.grid.stage}. Divide "
-            "the model at another layer, by at="
+    def _refusal(self, sent: tuple[Any, ...]) -> str:
+        """Return the error's message if a stage cannot return this; else nothing."""
+        parts = not self.is_last and any(map(divided.is_divided, sent))
+        if all(isinstance(each, Tensor) for each in sent) and not parts:
+            return ""
+        kinds, layer = ", ".join(type(each).__name__ for each in sent), self.layer_names[self.grid.stage][-1]
+        what_to_do = "Let it return those" if self.is_last else "Divide the model at another layer, by at="
+        if parts:
+            what_to_do = "Leave use_local_output=False out of its tensor parts"
+        return (
+            f"Stages return tensors, or tuples of them. Received: {kinds} from {layer}, the last layer of stage "
+            f"{self.grid.stage}. {what_to_do}"
         )
 
     @contextmanager
@@ -303,8 +320,11 @@ class _Computed(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         stage, samples, is_tuple = self._held
-        with stage.within(samples):
-            return stage(inputs if is_tuple else inputs[0])
+        try:
+            with stage.within(samples):
+                return stage(inputs if is_tuple else inputs[0])
+        finally:  # in the script's own autocast casts would stay, and fully_shard gathers other weights each time
+            torch.clear_autocast_cache()
 
 
 def _of_one_shape(inputs: Sequence[Tensor]) -> list[list[int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.engine import Adasum, Average, Handle, Sum
-from hvdtrain.torch.ops.wire import from_real, to_reduce
+from hvdtrain.torch.ops.wire import arrived, from_real, to_reduce
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def submit(
         raise TypeError(
             "Complex numbers can be averaged and added up only. Received: another op. Use torch.view_as_real."
         )
-    wires = []
+    tensors, wires = list(map(arrived, tensors)), []
     for tensor in tensors:
         sent = to_reduce(tensor)
         wires.append(sent if in_place or sent.data_ptr() != tensor.data_ptr() else sent.clone())

@@ -35,13 +35,21 @@ def from_real(real: Tensor, dtype: torch.dtype) -> Tensor:
 def is_native(tensor: Tensor) -> bool:
     """Return whether Horovod can reduce this very tensor in place."""
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
-    return tensor.dtype in REDUCED and is_dense and not tensor.requires_grad
+    return tensor.dtype in REDUCED and is_dense and not tensor.requires_grad and arrived(tensor) is tensor
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """Return a tensor that has its numbers: torch's tensor parts return one that waits for them when it is used.
+
+    Such a tensor (AsyncCollectiveTensor) has no memory of its own, and a view of it does not wait either.
+    """
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
 def to_reduce(tensor: Tensor) -> Tensor:
     """Return `tensor` as something that can be added up: of its own memory where that is possible."""
     _refuse_divided(tensor)
-    tensor = as_real(tensor.detach())
+    tensor = as_real(arrived(tensor.detach()))
     if tensor.dtype not in REDUCED:
         if tensor.dtype not in _REDUCED_AS:
             raise TypeError(
@@ -55,7 +63,7 @@ def to_reduce(tensor: Tensor) -> Tensor:
 def to_move(tensor: Tensor) -> Tensor:
     """Return `tensor` as something that can be sent bit for bit; `from_move` turns it back."""
     _refuse_divided(tensor)
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    tensor = arrived(tensor.detach()).resolve_conj().resolve_neg().contiguous()
     if tensor.dtype in _MOVED:
         return tensor
     if tensor.dtype.itemsize not in _BITS:  # complex128

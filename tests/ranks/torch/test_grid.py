@@ -12,10 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from grid_kit import PLAN, TOKENS, WIDTH, Block
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hvdtrain
 import hvdtrain.torch
@@ -212,6 +213,14 @@ def test_a_second_grid_and_a_group_across_the_axes_are_refused(grid_of, size):
         grid.mesh("shard", "replica")
 
 
+@pytest.mark.world_size(2)
+def test_shards_divide_gradients_by_the_number_that_the_script_sets(grid_of, rank):
+    net = fully_shard(nn.Linear(2, 2, bias=False), mesh=grid_of(shard=2).mesh("shard"))
+    net.set_gradient_divide_factor(4.0)
+    net(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    assert full(net.weight.grad).tolist() == [[0.75, 0.75], [0.75, 0.75]]
+
+
 def test_after_close_a_grid_can_be_made_again(grid_of, hvd, size):
     for lengths in ({"stages": 2}, {"shard": 2}):
         grid = hvdtrain.torch.Grid(**lengths)
@@ -271,6 +280,40 @@ def test_what_moves_tensors_is_torchs(grid_of, rank, size):
     dist.all_gather_object(everyones, {"rank": rank})
     assert everyones == [{"rank": each} for each in ranks]
     dist.barrier()
+
+
+@pytest.mark.world_size(2)
+def test_a_tensor_that_torch_has_not_received_yet_is_waited_for_before_it_is_sent(grid_of, hvd, rank, size):
+    grid = grid_of(tensor=size)
+    total = float(sum(range(size)))
+
+    def on_its_way():  # as from a layer in tensor parts; a view of it waits no more than it does
+        return all_reduce(torch.full((300, 300), float(rank)), "sum", grid.group("tensor")).view(-1)
+
+    value = on_its_way()
+    assert torch.equal(hvd.allreduce(value, op=hvd.Sum), torch.full((90000,), size * total))
+    assert torch.equal(value, torch.full((90000,), total))  # it was not reduced in place
+    dist.all_reduce(value)
+    assert torch.equal(value, torch.full((90000,), size * total))
+    received = torch.empty(90000)
+    send = dist.isend(on_its_way(), (rank + 1) % size)
+    dist.recv(received, (rank - 1) % size)
+    send.wait()
+    gathered = hvd.allgather(on_its_way()).view(size, -1)
+    for each in (received, hvd.broadcast(on_its_way(), 0), *gathered):
+        assert torch.equal(each, torch.full((90000,), total))
+
+
+@pytest.mark.world_size(4)
+def test_a_stage_that_ends_in_tensor_parts_sends_their_sum(grid_of):
+    grid = grid_of(stages=2, tensor=2)
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
+    inputs, net = torch.rand(6, 8), copy.deepcopy(whole)
+    for layer in net:
+        parallelize_module(layer, grid.mesh("tensor"), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    stage = grid.pipeline(net, micro_batches=3)
+    torch.testing.assert_close(stage.shared(stage.outputs(inputs)), whole(inputs).detach())
 
 
 def test_messages_go_both_ways_between_neighbouring_stages_in_the_order_sent(grid_of, rank, size):

@@ -30,6 +30,29 @@ def test_several_inputs_of_a_pipeline_are_one_error_on_every_rank(grid_of, input
         getattr(trainer, method)(data, **how)
 
 
+@pytest.mark.parametrize(("place", "what_to_do"), [(0, "by at="), (1, "Let it return those")])
+def test_a_stage_that_returns_no_tensors_is_one_error_on_every_rank(grid_of, place, what_to_do):
+    class Named(nn.Linear):
+        def forward(self, x):
+            return {"logits": super().forward(x)}
+
+    grid, kinds = grid_of(stages=2), [nn.Linear, nn.Linear]
+    kinds[place] = Named
+    stage = grid.pipeline(nn.Sequential(*(kind(4, 4) for kind in kinds)), micro_batches=2)
+    with pytest.raises(TypeError, match=f"Received: dict from {place}, the last layer of stage {place}.*{what_to_do}"):
+        stage.forward_backward(torch.ones(4, 4), lambda outputs, rows: outputs["logits"].sum())
+
+
+@pytest.mark.world_size(4)
+def test_a_stage_that_returns_a_part_of_a_tensor_is_one_error_on_every_rank(grid_of):
+    grid = grid_of(stages=2, tensor=2)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in "01"))
+    parallelize_module(net, grid.mesh("tensor"), {"0.0": ColwiseParallel(use_local_output=False)})
+    stage = grid.pipeline(net, micro_batches=2)
+    with pytest.raises(TypeError, match=r"Received: DTensor from 0.*Leave use_local_output=False out of its tensor pa"):
+        stage.outputs(torch.ones(4, 4))
+
+
 def test_widths_that_tensor_parts_cannot_divide_are_named(grid_of):
     grid = grid_of(tensor=2)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5), nn.Linear(5, 4))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import Dataset
 
@@ -100,6 +101,68 @@ def test_a_second_context_of_a_stage_gives_other_types_between_stages(grid_of):
     assert stage.shared(stage.outputs(inputs)).dtype == torch.bfloat16
     stage.within = lambda samples: nullcontext()
     torch.testing.assert_close(stage.shared(stage.outputs(inputs)), expected)
+
+
+def test_a_stage_that_computes_in_another_type_than_before_sends_that_type(grid_of):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    layers, ids = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)), torch.arange(5)
+    stage = grid.pipeline(copy.deepcopy(layers), micro_batches=2, at=["2"])
+    with torch.autocast("cpu", torch.bfloat16):  # the script's own
+        assert stage.shared(stage.outputs(ids)).dtype == torch.bfloat16
+    torch.testing.assert_close(stage.shared(stage.outputs(ids)), layers(ids).detach())
+    torch.testing.assert_close(stage.double().shared(stage.outputs(ids)), layers.double()(ids).detach())
+
+
+class Twice(nn.Linear):
+    """A layer with a second output in training alone, as auxiliary losses need."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return (y, 2 * y) if self.training else y
+
+
+def test_a_stage_sends_in_evaluation_what_its_layers_return_there(grid_of):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    layers = nn.Sequential(Twice(4, 4), Call(lambda x: sum(x) if isinstance(x, tuple) else x), nn.Linear(4, 2))
+    stage, inputs = grid.pipeline(copy.deepcopy(layers), micro_batches=2, at=["1"]), torch.randn(6, 4)
+    for training in (True, False):
+        expected = layers.train(training)(inputs).detach()
+        torch.testing.assert_close(stage.train(training).shared(stage.outputs(inputs)), expected)
+
+
+@pytest.mark.world_size(4)
+def test_stages_of_shards_in_a_scripts_own_autocast_have_the_gradients_of_one_process(grid_of):
+    grid = grid_of(stages=2, shard=2)
+    torch.manual_seed(0)
+    layers, inputs = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(12, 4)
+    stage = grid.pipeline(copy.deepcopy(layers), micro_batches=3)
+    for layer in (*stage.children(), stage):
+        fully_shard(layer, mesh=grid.mesh("shard"))
+    with torch.autocast("cpu", torch.bfloat16):
+        layers(inputs).float().square().mean().backward()
+        stage.forward_backward(inputs, lambda outputs, rows: outputs.float().square().sum() / 48)
+    for name, each in stage.named_parameters():
+        torch.testing.assert_close(each.grad.full_tensor(), layers.get_parameter(name).grad, rtol=0.05, atol=1e-3)
+
+
+def test_torchs_scaler_of_shards_skips_a_step_of_all_stages(grid_of):
+    grid = grid_of(stages=2)
+    stage = grid.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), micro_batches=2)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=grid.group("stage"))
+    scaler.scale(torch.zeros(()))  # the first stage has no loss
+    optimizer, weight = torch.optim.SGD(stage.parameters(), lr=0.1), next(stage.parameters())
+    for overflows in (True, False):
+        before = weight.detach().clone()
+        stage.zero_grad()
+        stage.forward_backward(torch.ones(4, 4), lambda outputs, rows: scaler.scale(outputs.sum()))
+        if overflows and stage.is_last:
+            weight.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, before) == overflows
+        assert scaler.get_scale() == 4.0
 
 
 def test_sparse_gradients_are_clipped_by_the_norm_of_all_stages(grid_of):
