@@ -70,6 +70,7 @@ KINDS = {
     "tensor": ({"tensor": 2}, divided),
     "stages of tensors": ({"stages": 2, "tensor": 2}, lambda net, grid: staged(divided(net, grid), grid)),
     "stages of shards": ({"stages": 2, "shard": 2}, lambda net, grid: sharded(staged(net, grid), grid)),
+    "shards of tensors": ({"shard": 2, "tensor": 2}, lambda net, grid: sharded(divided(net, grid), grid)),
     "gpipe of shards": ({"stages": 2, "shard": 2}, lambda net, grid: sharded(staged(net, grid, "gpipe"), grid)),
 }
 FOUR = pytest.mark.world_size(4)
@@ -492,6 +493,24 @@ REFUSALS = {
         lambda net, grid: hvdtrain.Trainer(net, optimizer=optimizer_of(net), step=lambda model, batch: None),
     ),
 }
+
+
+@FOUR
+def test_replicas_over_which_torch_averages_in_each_step_cannot_step_alone(grid_of):
+    grid = grid_of(shard=2)
+    net = fully_shard(model(), mesh=grid.mesh("replica", "shard"))
+    with pytest.raises((ValueError, HvdTrainError), match="torch averages over replicas in every step"):
+        trainer_of(net, sync=hvdtrain.LocalSGD(every=2))
+
+
+@pytest.mark.parametrize("name", ["requires_gradient_sync", "reshard_after_backward", "is_last_backward"])
+def test_what_an_earlier_loop_left_out_of_backward_is_in_each_step(make_grid, name):
+    state, _, _ = alone()
+    grid, net = make_grid("shard")
+    getattr(net, f"set_{name}")(False)
+    trainer = trainer_of(net)
+    fit(trainer, replicas=grid.data_size)
+    assert_equal(trainer.state(), state)
 
 
 @FOUR
