@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.adapter import State
 from hvdtrain.callbacks.base import Callback, Logs, RunContext
@@ -99,7 +100,7 @@ class EarlyStopping(Callback):
         self._judged_at, self._holds_best = trainer.global_step, False
         if self._improves(value, place):
             if self._restore_best:
-                best = _settled(trainer.state(), trainer.world) if trainer.in_epoch else trainer.state()
+                best = _settled(trainer) if trainer.in_epoch else trainer.state()
                 # Without an update that is still to be made, as with sync=Delayed(): it would change the best weights.
                 weights = {name: array for name, array in best.arrays.items() if name not in best.pending}
                 self._best_state = replace(best, arrays=weights)
@@ -145,14 +146,29 @@ class EarlyStopping(Callback):
         return True
 
 
-def _settled(state: State, world: World) -> State:
+def _settled(trainer: RunContext) -> State:
     """Return the state with what each rank changes by itself averaged, as an epoch's end does."""
-    arrays, ranks = dict(state.arrays), DataRanks(world)
+    state, ranks = trainer.state(copy=False), DataRanks(trainer.world)
+    averages: dict[str, NDArray[Any]] = {}
     for name in sorted(state.per_rank):
-        array = arrays[name]
+        array = np.asarray((state.arrays if name in state.arrays else state.part)[name])
         if array.dtype.kind == "f":
             averaged = ranks.allreduce(array.astype(np.float64), "mean", name="average_buffers")
         else:
             averaged = ranks.allreduce(array.astype(np.int64), "max", name="average_buffers")
-        arrays[name] = averaged.astype(array.dtype).reshape(array.shape)
-    return replace(state, arrays=arrays)
+        averages[name] = averaged.astype(array.dtype).reshape(array.shape)
+    if trainer.world.grid is not None:
+        averages = _of_all_parts(averages, state, trainer.world)
+    copied = state.copied()
+    return replace(copied, arrays={**copied.arrays, **averages})
+
+
+def _of_all_parts(averages: dict[str, NDArray[Any]], state: State, world: World) -> dict[str, NDArray[Any]]:
+    """Return the averages of all parts of a model that a Grid divides, each from the first rank that has it."""
+    everyones = world.allgather_object(sorted(averages), name="averages.names")
+    first = {name: rank for rank, names in reversed([*enumerate(everyones)]) for name in names}
+    for name, rank in sorted(first.items()):
+        kind = state.sharded[name].kind
+        sent = averages[name] if rank == world.rank else np.zeros(kind.shape, kind.dtype)
+        averages[name] = world.broadcast(sent, root=rank, name="averages")
+    return averages

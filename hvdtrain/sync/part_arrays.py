@@ -37,7 +37,7 @@ def _sharded(kind: Kind, array: NDArray[Any] | None, owner: int, world: World) -
     return ShardedArray(kind, gather)
 
 
-def spread(arrays: Arrays, described: Iterable[tuple[str, list[int], str]], *, world: World) -> dict[str, Any]:
+def spread(arrays: Arrays, described: Iterable[tuple[str, list[int], str]], *, world: World) -> dict[str, NDArray[Any]]:
     """Return this part's arrays of those that the root has of all parts, as `of_all_parts` named them; a collective.
 
     Args:
@@ -45,11 +45,15 @@ def spread(arrays: Arrays, described: Iterable[tuple[str, list[int], str]], *, w
         described: name, shape and type of each.
         world: the ranks.
     """
-    own = {}
+    own: dict[str, NDArray[Any]] = {}
     for name, shape, dtype in described:
         sent = arrays[name] if world.is_root else np.zeros(shape, np.dtype(dtype))
-        received = world.broadcast(sent, name="sync.part")
-        plain, _, part = name.partition("@")
-        if part in ("", world.grid.part if world.grid is not None else ""):
-            own[plain] = received
+        own |= of_own_part({name: world.broadcast(sent, name="sync.part")}, world=world)
     return own
+
+
+def of_own_part(arrays: Arrays, *, world: World) -> dict[str, NDArray[Any]]:
+    """Return this part's arrays of those of all parts, as `of_all_parts` named them; without a Grid, all."""
+    named = [(*name.partition("@"), array) for name, array in arrays.items()]
+    mine = ("", "" if world.grid is None else world.grid.part)
+    return {plain: array for plain, _, part, array in named if part in mine}

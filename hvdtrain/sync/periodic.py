@@ -66,7 +66,8 @@ class Periodic(Synchronizer):
         self._refused = 0  # this rank's steps in a row that it did not take, up to the last one
         self._is_loaded = False  # True if no step was taken since `load_state`: a fit then continues that run
         self._is_together = True  # the current step is synchronous
-        self._velocities: dict[str, NDArray[Any]] = {}  # of a checkpoint, until outers are made for its weights
+        self._velocities: dict[str, NDArray[Any]] = {}  # of this part, until outers are made for its weights
+        self._loaded: dict[str, NDArray[Any]] | None = None  # those of all parts, from `load_state` until `start`
         self._outers: list[Outer] = []
         self._identities: list[list[int]] = []  # of the weights that they synchronize
         recorder.exchanges = recorder.exchanges or 0
@@ -110,13 +111,13 @@ class Periodic(Synchronizer):
         super().start()
         if self._world.size == 1:
             return
-        mine = self._host_velocities()
-        described: list[Any] | None = [[name, each.shape, each.dtype.name] for name, each in mine.items()]
-        if self._world.grid is not None and not self._is_loaded:
-            described = None  # each part keeps its own
+        mine, loaded, self._loaded = self._host_velocities(), self._loaded, None
+        sent = mine if self._world.grid is None else loaded
+        described = None if sent is None else [[name, each.shape, each.dtype.name] for name, each in sent.items()]
         self._steps, described = self._world.broadcast_object([self._steps, described], name="sync")
         # Which weights are trained may still change in on_epoch_begin, so outers take it with the first step.
-        self._velocities = mine if described is None else part_arrays.spread(mine, described, world=self._world)
+        # Where a Grid's root has loaded none, each part keeps its own.
+        self._velocities = mine if described is None else part_arrays.spread(sent or {}, described, world=self._world)
         self._outers, self._identities = [], []
 
     def _host_velocities(self) -> dict[str, NDArray[Any]]:
@@ -164,7 +165,7 @@ class Periodic(Synchronizer):
 
     def before_step(self) -> None:
         """Let the rank step alone, or with its host; the first `after_steps` steps are synchronous."""
-        self._is_loaded = False
+        self._is_loaded, self._loaded = False, None
         self._is_together = self._steps < self._period.after_steps or self._world.size == 1
         if not self._is_together and not self._alone:
             for outer in self._make_outers():
@@ -270,7 +271,8 @@ class Periodic(Synchronizer):
                 "the checkpoint's velocities of %s are of other fragments or of another Grid: they begin at zero",
                 type(self).__name__,
             )
-        self._velocities, self._is_loaded = velocities if fits else {}, True
+        self._loaded, self._is_loaded = velocities if fits else {}, True
+        self._velocities = part_arrays.of_own_part(self._loaded, world=self._world)
 
     def finish(self) -> Fault | None:
         """End the run: also one whose last weights are those of an earlier step, which a callback has loaded."""

@@ -110,6 +110,8 @@ class TorchAdapter:
         split = DataRanks(world).size > 1 or options.accumulate > 1 or options.micro_batch is not None or options.cutoff
         self._loss_check = LossCheck(loss, world, split=split)
         by_loss = LossStep(model, loss, self._to_device, world.rank, self._loss_check)
+        # torch cannot view a divided tensor without rows: one row stands in for none.
+        by_loss.rows_of_none = int(world.grid is not None and world.grid.tensors > 1)
         self._stages: Any = None  # computes a pipeline
         if world.grid is not None and world.grid.stages > 1:
             self._stages = self._make_stages(model, by_loss)
@@ -355,6 +357,8 @@ class TorchAdapter:
             self._totals.clear()  # of an evaluation that was interrupted
             self._training = True
         self._modes.train()
+        if self._world.grid is not None and self._world.grid.shards > 1:
+            divided.expect_step(self._model)
         return first
 
     def _take_step(self, batches: Sequence[Batch], *, first: bool) -> Fault | None:
@@ -593,9 +597,9 @@ class TorchAdapter:
             self._syncs_in_forward = True
 
     @contextmanager
-    def _normalize_by_running_statistics(self) -> Iterator[None]:
+    def _normalize_by_running_statistics(self, kind: type[nn.Module] = nn.BatchNorm1d) -> Iterator[None]:
         """Let BatchNorm1d use its running statistics for a rank's single sample of a short tail, where torch raises."""
-        norms = nn.ModuleList(m for m in self._model.modules() if isinstance(m, nn.BatchNorm1d) and m.training).eval()
+        norms = nn.ModuleList(m for m in self._model.modules() if isinstance(m, kind) and m.training).eval()
         try:
             yield
         finally:
@@ -612,7 +616,10 @@ class TorchAdapter:
     def _run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through a model whose layers synchronize in forward and backward; return a loss of zero."""
         self._check_data(batch)
-        with self._autocast(), self._checkpoints:
+        norms: Any = _PLAIN  # a row that stands in for none must not count in running statistics
+        if self._world.grid is not None and self._world.grid.tensors > 1:
+            norms = self._normalize_by_running_statistics(nn.modules.batchnorm._BatchNorm)
+        with self._autocast(), self._checkpoints, norms:
             loss = self._step.run_empty(batch)
         # NaN times zero would be the gradient of the rows that other ranks have gathered. A norm's own has no rows.
         return loss if self._has_sync_norm or not torch.is_grad_enabled() else without_gradient(loss)

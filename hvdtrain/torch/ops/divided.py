@@ -18,6 +18,11 @@ def is_over(tensor: Any, axis: str) -> bool:
     return is_divided(tensor) and axis in (tensor.device_mesh.mesh_dim_names or (axis,))
 
 
+def is_averaged_over(tensor: Any, axis: str) -> bool:
+    """Return whether torch averages a divided tensor's gradient along this axis in backward."""
+    return is_divided(tensor) and axis in (tensor.device_mesh.mesh_dim_names or ())
+
+
 def has_parts_along(tensor: Any, axis: str) -> bool:
     """Return whether ranks along this axis have other parts of a tensor; taken for true if its mesh has no names."""
     if not is_over(tensor, axis):
@@ -82,3 +87,13 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "set_reshard_after_backward"):  # an FSDPModule
             module.reshard()
+
+
+def expect_step(model: nn.Module) -> None:
+    """Let `fully_shard` reduce gradients and free weights in backward, whatever an earlier loop has set."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "set_reshard_after_backward"):
+            module.set_requires_gradient_sync(True, recurse=False)
+            module.set_reshard_after_backward(True, recurse=False)
+            module.set_is_last_backward(True)

@@ -78,6 +78,9 @@ def _refusals(model: nn.Module, optimizers: dict[str, Any], options: Options, gr
             "a replica takes its steps in every rank at once, and between replicas ranks average weights or gradients"
         )
         yield Refusal(("host steps", "delay", "open steps"), str(grid), reason)
+        if any(divided.is_averaged_over(each, "replica") for each in model.parameters()):
+            reason = 'torch averages over replicas in every step; use fully_shard(layer, mesh=grid.mesh("shard"))'
+            yield Refusal(("lone steps",), 'weights on grid.mesh("replica", "shard")', reason)
     unequal: tuple[Need, ...] = ("lone steps", "delay")  # steps of ranks that do not wait for each other
     each: tuple[Need, ...] = (*unequal, "open steps")
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):

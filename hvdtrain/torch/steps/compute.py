@@ -38,11 +38,16 @@ _YIELD_EXAMPLE = """
 
 
 class LossStep:
-    """Calls the model on a batch's inputs, and the loss on outputs and targets."""
+    """Calls the model on a batch's inputs, and the loss on outputs and targets.
+
+    Attributes:
+        rows_of_none: rows that `run_empty` gives the model: 1 where it cannot compute a batch of none.
+    """
 
     def __init__(self, model: nn.Module, loss: Any, to_device: ToDevice, rank: int, check: LossCheck) -> None:
         self._model, self._loss, self._to_device, self._rank = model, loss, to_device, rank
         self._checked, self._check = False, check
+        self.rows_of_none = 0
 
     def __call__(self, batch: Batch) -> Loss:
         """Return the loss of a batch: its mean is a mean over the batch, unless the loss is a sum."""
@@ -104,7 +109,8 @@ class LossStep:
 
     def run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through the model; return a loss of zero."""
-        return sum_of_nothing(self._model(move(_no_rows, self._to_device(batch.inputs))))
+        inputs = move(lambda value: _rows(value, self.rows_of_none), self._to_device(batch.inputs))
+        return sum_of_nothing(self._model(inputs))
 
 
 class OwnStep:
@@ -252,7 +258,11 @@ def without_gradient(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _no_rows(value: Any) -> Any:
-    return value[:0] if isinstance(value, torch.Tensor) and value.dim() else value
+    return _rows(value, 0)
+
+
+def _rows(value: Any, count: int) -> Any:
+    return value[:count] if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 def move(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -69,7 +69,8 @@ def capture(model: torch.nn.Module, optimizers: Optimizers) -> State:
             own = {key: tensor for key, tensor in own.items() if key not in whole}
         found |= {f"{_prefix(name)}{key}": tensor for key, tensor in own.items()}
     arrays = HostArrays(found, dtypes.to_array, dtypes.kind_on_host, digests.of_tensor)
-    per_rank = frozenset(f"model.{name}" for name, _ in names.buffers(model))
+    shared = model.named_buffers(remove_duplicate=False)  # a layer that comes again has several names in a state_dict
+    per_rank = frozenset(found.keys() & {f"model.{names.plain(name)}" for name, _ in shared})
     trained = frozenset(f"model.{name}" for name, each in names.parameters(model) if each.requires_grad)
     every = model.named_parameters(remove_duplicate=False)  # a tied weight has several names in a state_dict
     frozen = frozenset(f"model.{names.plain(name)}" for name, each in every if not each.requires_grad)

@@ -70,6 +70,7 @@ KINDS = {
     "tensor": ({"tensor": 2}, divided),
     "stages of tensors": ({"stages": 2, "tensor": 2}, lambda net, grid: staged(divided(net, grid), grid)),
     "stages of shards": ({"stages": 2, "shard": 2}, lambda net, grid: sharded(staged(net, grid), grid)),
+    "shards of tensors": ({"shard": 2, "tensor": 2}, lambda net, grid: sharded(divided(net, grid), grid)),
     "gpipe of shards": ({"stages": 2, "shard": 2}, lambda net, grid: sharded(staged(net, grid, "gpipe"), grid)),
 }
 FOUR = pytest.mark.world_size(4)
@@ -313,6 +314,56 @@ def test_early_stopping_gives_each_part_its_best_weights_back(make_grid, kind):
     assert_equal(best(trainer_of(net, **options), grid.data_size), state, atol=1e-4)
 
 
+@FOUR
+@pytest.mark.parametrize("kind", ["1f1b", "shard"])
+def test_the_velocities_of_the_best_weights_come_back_to_each_part(make_grid, kind):
+    grid, _ = make_grid(kind)
+
+    def trained(epochs):
+        options = {"make": lambda net: optimizer_of(net, lr=0.01), "sync": hvdtrain.DiLoCo(every=2)}
+        trainer = trainer_of(KINDS[kind][1](model(), grid), **options)
+        stopping = EarlyStopping("loss", mode="max", patience=9, restore_best=True)
+        history = fit(trainer, replicas=grid.data_size, epochs=epochs, callbacks=[stopping])
+        assert max(history["loss"]) == history["loss"][0]  # the best epoch is the first
+        fit(trainer, replicas=grid.data_size, epochs=1)
+        return trainer.state()
+
+    assert_equal(trained(2), trained(1), atol=0)
+
+
+@FOUR
+@pytest.mark.parametrize("kind", ["1f1b", "shard"])
+def test_each_part_continues_with_its_own_velocities_of_a_loaded_checkpoint(make_grid, shared_tmp_path, kind):
+    grid, _ = make_grid(kind)
+    sync, folder = {"sync": hvdtrain.DiLoCo(every=2)}, str(shared_tmp_path / "saved")
+
+    def trained(trainer, epochs):
+        fit(trainer, replicas=grid.data_size, epochs=epochs)
+        return trainer
+
+    straight = trained(trainer_of(KINDS[kind][1](model(), grid), **sync), 2)
+    trained(trainer_of(KINDS[kind][1](model(), grid), **sync), 1).save(folder)
+    net = KINDS[kind][1](model(), grid)
+    how = {"optimizer": optimizer_of(net), "loss": nn.CrossEntropyLoss(), "metrics": ["accuracy"], **sync}
+    assert_equal(trained(hvdtrain.Trainer.load(folder, net, **how), 2).state(), straight.state(), atol=0)
+
+
+@pytest.mark.parametrize("kind", ["shard", pytest.param("1f1b", marks=FOUR)])
+def test_the_best_running_statistics_within_an_epoch_are_the_mean_of_ranks(grid_of, kind):
+    lengths, divide = KINDS[kind]
+    grid = grid_of(**lengths)
+    torch.manual_seed(0)
+    net = divide(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)), grid)
+    trainer = hvdtrain.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), 1.0), loss=nn.MSELoss())
+    stopping = EarlyStopping("val_loss", mode="max", patience=9, restore_best=True)
+    data = torch.randn(64, 4), torch.zeros(64, 4)
+    of_fit = {"epochs": 1, "batch_size": 16 // grid.data_size, "run_dir": None, "progress": False}
+    trainer.fit(data, validation=data, validate_every=1, callbacks=[stopping], **of_fit)
+    losses = [each["val_loss"] for each in trainer.history.validations]
+    assert losses[0] == max(losses) > 2 * losses[1]
+    assert trainer.evaluate(data)["loss"] == pytest.approx(losses[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["1f1b", "shard"])
 def test_weights_alone_are_loaded_beside_the_optimizers_own_state(make_grid, shared_tmp_path, kind):
     grid, net = make_grid(kind)
@@ -442,6 +493,24 @@ REFUSALS = {
         lambda net, grid: hvdtrain.Trainer(net, optimizer=optimizer_of(net), step=lambda model, batch: None),
     ),
 }
+
+
+@FOUR
+def test_replicas_over_which_torch_averages_in_each_step_cannot_step_alone(grid_of):
+    grid = grid_of(shard=2)
+    net = fully_shard(model(), mesh=grid.mesh("replica", "shard"))
+    with pytest.raises((ValueError, HvdTrainError), match="torch averages over replicas in every step"):
+        trainer_of(net, sync=hvdtrain.LocalSGD(every=2))
+
+
+@pytest.mark.parametrize("name", ["requires_gradient_sync", "reshard_after_backward", "is_last_backward"])
+def test_what_an_earlier_loop_left_out_of_backward_is_in_each_step(make_grid, name):
+    state, _, _ = alone()
+    grid, net = make_grid("shard")
+    getattr(net, f"set_{name}")(False)
+    trainer = trainer_of(net)
+    fit(trainer, replicas=grid.data_size)
+    assert_equal(trainer.state(), state)
 
 
 @FOUR

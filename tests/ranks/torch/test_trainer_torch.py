@@ -8,6 +8,7 @@ import torch
 
 import hvdtrain
 import hvdtrain.torch as hvd
+from hvdtrain.callbacks import EarlyStopping, SyncCheck
 from hvdtrain.torch.ops import engine
 
 X = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
@@ -53,6 +54,22 @@ def test_sync_batch_norm_with_an_empty_last_step_does_not_hang():
     x = np.random.default_rng(1).normal(size=(rows, 5, 4)).astype(np.float32)
     trainer.fit((x, np.zeros(rows, np.int64)), epochs=1, batch_size=4, progress=False)
     assert all_equal(model)
+
+
+@pytest.mark.world_size(2)
+def test_statistics_of_a_layer_that_comes_again_are_each_ranks_own_by_all_its_names():
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(4)
+    norm.register_buffer("table", torch.ones(4), persistent=False)  # in no checkpoint
+    net = torch.nn.Sequential(norm, torch.nn.Linear(4, 4), norm)
+    trainer = hvdtrain.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), 0.1), loss=torch.nn.MSELoss())
+    best = EarlyStopping("val_loss", mode="max", patience=9, restore_best=True)  # that of the first step
+    data = torch.randn(64, 4), torch.zeros(64, 4)
+    of_fit = {"epochs": 1, "batch_size": 8, "run_dir": None, "progress": False, "callbacks": [best, SyncCheck(1)]}
+    trainer.fit(data, validation=data, validate_every=1, **of_fit)
+    losses = [each["val_loss"] for each in trainer.history.validations]
+    assert losses[0] == max(losses)
+    assert trainer.evaluate(data)["loss"] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.world_size(2, 3)
