@@ -109,9 +109,9 @@ class TorchAdapter:
         named = named_metrics(metrics, loss)
         split = DataRanks(world).size > 1 or options.accumulate > 1 or options.micro_batch is not None or options.cutoff
         self._loss_check = LossCheck(loss, world, split=split)
-        by_loss = LossStep(model, loss, self._to_device, world.rank, self._loss_check)
         # torch cannot view a divided tensor without rows: one row stands in for none.
-        by_loss.rows_of_none = int(world.grid is not None and world.grid.tensors > 1)
+        rows = int(world.grid is not None and world.grid.tensors > 1)
+        by_loss = LossStep(model, loss, self._to_device, world.rank, self._loss_check, rows_if_empty=rows)
         self._stages: Any = None  # computes a pipeline
         if world.grid is not None and world.grid.stages > 1:
             self._stages = self._make_stages(model, by_loss)
@@ -357,8 +357,8 @@ class TorchAdapter:
             self._totals.clear()  # of an evaluation that was interrupted
             self._training = True
         self._modes.train()
-        if self._world.grid is not None and self._world.grid.shards > 1:
-            divided.expect_step(self._model)
+        if first and self._world.grid is not None and self._world.grid.shards > 1:
+            divided.reduce_in_backward(self._model)
         return first
 
     def _take_step(self, batches: Sequence[Batch], *, first: bool) -> Fault | None:
@@ -598,7 +598,10 @@ class TorchAdapter:
 
     @contextmanager
     def _normalize_by_running_statistics(self, kind: type[nn.Module] = nn.BatchNorm1d) -> Iterator[None]:
-        """Let BatchNorm1d use its running statistics for a rank's single sample of a short tail, where torch raises."""
+        """Let norms of this kind use their running statistics, for a row from which none can be taken.
+
+        BatchNorm1d raises for a rank's single sample of a short tail; a row that stands in for none counts nowhere.
+        """
         norms = nn.ModuleList(m for m in self._model.modules() if isinstance(m, kind) and m.training).eval()
         try:
             yield

@@ -77,7 +77,7 @@ class Stage(nn.Module):
         self._within = within
         self._schedules.clear()  # their buffers are of the types that another context may have sent
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # torch's, for to(), double() and the like
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # torch's, for to(), double() and the like: on all stages
         self._schedules.clear()
         return super()._apply(*args, **kwargs)
 
@@ -292,9 +292,13 @@ class Stage(nn.Module):
         if all(isinstance(each, Tensor) for each in sent) and not parts:
             return ""
         kinds, layer = ", ".join(type(each).__name__ for each in sent), self.layer_names[self.grid.stage][-1]
-        what_to_do = "Let it return those" if self.is_last else "Divide the model at another layer, by at="
+        what_to_do = (
+            "Let it return a tensor, or a tuple of tensors"
+            if self.is_last
+            else "Divide the model at another layer, by at="
+        )
         if parts:
-            what_to_do = "Leave use_local_output=False out of its tensor parts"
+            what_to_do = "Do not pass use_local_output=False for this layer in the plan of parallelize_module"
         return (
             f"Stages return tensors, or tuples of them. Received: {kinds} from {layer}, the last layer of stage "
             f"{self.grid.stage}. {what_to_do}"
@@ -323,8 +327,9 @@ class _Computed(nn.Module):
         try:
             with stage.within(samples):
                 return stage(inputs if is_tuple else inputs[0])
-        finally:  # in the script's own autocast casts would stay, and fully_shard gathers other weights each time
-            torch.clear_autocast_cache()
+        finally:
+            if stage.grid.shards > 1:  # casts of a script's own autocast would stay, and fully_shard gathers anew
+                torch.clear_autocast_cache()
 
 
 def _of_one_shape(inputs: Sequence[Tensor]) -> list[list[int]]:

@@ -89,7 +89,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def expect_step(model: nn.Module) -> None:
+def reduce_in_backward(model: nn.Module) -> None:
     """Let `fully_shard` reduce gradients and free weights in backward, whatever an earlier loop has set."""
     module: Any
     for module in model.modules():

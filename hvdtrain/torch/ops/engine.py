@@ -15,6 +15,7 @@ from hvdtrain.distributed import world
 from hvdtrain.errors import NotInitializedError
 
 # Horovod's own numbers for its reduction operations.
+OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
 generation = 0  # changes with every init and shutdown: older handles are invalid

@@ -43,8 +43,8 @@ def _reduced(start: Callable[..., Handle], how: Reduction, name: str, tensors: S
     def gradients(grads: Sequence[Tensor]) -> list[Tensor]:
         if how.op not in (Average, Sum):  # Horovod's would be another number than the gradient
             raise NotImplementedError(
-                f"allreduce has gradients for op=Average and op=Sum. Received: {name} with op={how.op}. Detach the "
-                "tensor, or gather it with hvd.allgather, which has gradients, and reduce the result with torch."
+                f"allreduce has gradients for op=Average and op=Sum. Received: {name} with op={engine.OPS[how.op]}. "
+                "Detach the tensor, or gather it with hvd.allgather, which has gradients, and reduce with torch."
             )
         return _reduced(start, how, engine.auto_name("allreduce", how.process_set), grads)
 

@@ -40,14 +40,16 @@ _YIELD_EXAMPLE = """
 class LossStep:
     """Calls the model on a batch's inputs, and the loss on outputs and targets.
 
-    Attributes:
-        rows_of_none: rows that `run_empty` gives the model: 1 where it cannot compute a batch of none.
+    Args:
+        rows_if_empty: rows that `run_empty` gives the model: 1 where it cannot compute a batch of none.
     """
 
-    def __init__(self, model: nn.Module, loss: Any, to_device: ToDevice, rank: int, check: LossCheck) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Any, to_device: ToDevice, rank: int, check: LossCheck, *, rows_if_empty: int = 0
+    ) -> None:
         self._model, self._loss, self._to_device, self._rank = model, loss, to_device, rank
         self._checked, self._check = False, check
-        self.rows_of_none = 0
+        self._rows_if_empty = rows_if_empty
 
     def __call__(self, batch: Batch) -> Loss:
         """Return the loss of a batch: its mean is a mean over the batch, unless the loss is a sum."""
@@ -109,7 +111,7 @@ class LossStep:
 
     def run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through the model; return a loss of zero."""
-        inputs = move(lambda value: _rows(value, self.rows_of_none), self._to_device(batch.inputs))
+        inputs = move(lambda value: _rows(value, self._rows_if_empty), self._to_device(batch.inputs))
         return sum_of_nothing(self._model(inputs))
 
 

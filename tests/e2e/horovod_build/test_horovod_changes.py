@@ -296,15 +296,15 @@ def step(turn, there):
     sent = []
     for name in draw.sample("abcde", 3):
         lengths = [draw.randint(1, 3) for _ in range(2 if name < "d" else 1)]
-        tensors = [torch.full((n,), float(turn + k + rank)) for k, n in enumerate(lengths)]
+        tensors = [torch.full((n,), float(turn + k + 1)) for k, n in enumerate(lengths)]
         sent.append((lengths, hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name=name)))
     for lengths, handle in sent:
         for k, (n, total) in enumerate(zip(lengths, hvd.synchronize(handle))):
-            if not torch.equal(total, torch.full((n,), float(there * (turn + k) + there * (there - 1) // 2))):
+            if not torch.equal(total, torch.full((n,), float(there * (turn + k + 1)))):
                 wrong.append([turn, total.tolist()])
 for turn in range(100):
     step(turn, size)
-if rank != size - 1:
+if rank != int(os.environ["FIRST"]):
     time.sleep(0.2)
     for turn in range(20):
         step(turn, size - 1)
@@ -313,24 +313,43 @@ answer(rank, wrong=wrong)
 """
 
 
-@pytest.mark.parametrize("capacity", ["0", "4", "1024"])
-def test_groups_that_are_reduced_apart_are_right_in_any_cache_and_after_join(capacity, tmp_path):
-    answers = run(APART, tmp_path, HOROVOD_DISABLE_GROUP_FUSION="1", HOROVOD_CACHE_CAPACITY=capacity)
+@pytest.mark.parametrize(("capacity", "first"), [("0", "1"), ("4", "1"), ("1024", "1"), ("1024", "0"), ("4", "0")])
+def test_groups_that_are_reduced_apart_are_right_in_any_cache_and_after_join(capacity, first, tmp_path):
+    """The rank that joins first has no group any more, and may be the coordinator."""
+    answers = run(APART, tmp_path, HOROVOD_DISABLE_GROUP_FUSION="1", HOROVOD_CACHE_CAPACITY=capacity, FIRST=first)
     assert answers == [{"wrong": []}] * 2
 
 
 TUNED = """
 import horovod.torch as hvd, torch
 hvd.init()
-totals = [float(hvd.allreduce(torch.ones(9), op=hvd.Sum, name="x")[0]) for _ in range(30 if hvd.rank() == 0 else 10)]
+turns = 10 if hvd.rank() == int(os.environ["FIRST"]) else 30
+totals = [float(hvd.allreduce(torch.ones(9), op=hvd.Sum, name="x")[0]) for _ in range(turns)]
 answer(hvd.rank(), totals=totals, last=int(hvd.join()))
 """
 
 
-def test_a_rank_joins_while_horovod_tunes_itself(tmp_path):
-    first, second = run(TUNED, tmp_path, HOROVOD_AUTOTUNE="1")
-    assert first == {"totals": [2.0] * 10 + [1.0] * 20, "last": 0}
-    assert second == {"totals": [2.0] * 10, "last": 0}
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_joins_while_horovod_tunes_itself(first, tmp_path):
+    answers = run(TUNED, tmp_path, HOROVOD_AUTOTUNE="1", FIRST=str(first))
+    assert answers[first] == {"totals": [2.0] * 10, "last": 1 - first}
+    assert answers[1 - first] == {"totals": [2.0] * 10 + [1.0] * 20, "last": 1 - first}
+
+
+OTHER_SETS = """
+import horovod.torch as hvd
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK")))
+try:
+    hvd.init(process_sets=[hvd.ProcessSet([0])] if rank == 0 else None)
+except ValueError as error:
+    answer(rank, said=str(error))
+"""
+
+
+@pytest.mark.parametrize("plane", ["--mpi", "--gloo"])
+def test_init_fails_on_all_ranks_where_one_of_them_asks_for_another_process_set(plane, tmp_path):
+    answers = run(OTHER_SETS, tmp_path, plane=plane)
+    assert ["initialization failed" in answer["said"] for answer in answers] == [True, True]
 
 
 NAMESAKES = """

@@ -112,46 +112,44 @@ def test_what_zeros_do_not_serve_is_an_error_where_a_rank_has_joined(hvd, rank, 
     assert torch.equal(send(), before[0])
 
 
-def test_what_another_thread_sends_while_its_rank_waits_in_join_is_an_error(hvd, rank, size):
-    said = []
+class FromAnotherThread:
+    """What a thread of the last rank is told if it calls `send` while its rank waits in join for the others."""
 
-    def late():
-        time.sleep(0.1)
+    def __init__(self, hvd, send, folder):
+        self._hvd, self._send, self._ended = hvd, send, folder / "ended"
+        self.said = ""
+
+    def _late(self):
+        time.sleep(1.0)  # by then this rank has called join
         try:
-            hvd.allreduce(torch.ones(1), name="join.late")
+            self._send()
         except ValueError as error:
-            said.append(str(error))
+            self.said = str(error)
+        self._ended.touch()
 
-    thread = threading.Thread(target=late)
-    if rank == size - 1:
-        thread.start()
-    else:
-        time.sleep(0.4)
-    hvd.join()
-    if rank == size - 1:
-        thread.join()
-        assert len(said) == 1
-        assert said[0].startswith("allreduce.join.late was sent while this rank waits in join() for the other ranks:")
+    def run(self, others=lambda: None):
+        is_last = self._hvd.rank() == self._hvd.size() - 1
+        if is_last:
+            threading.Thread(target=self._late).start()
+        else:
+            while not self._ended.exists():
+                time.sleep(0.01)
+            others()
+        self._hvd.join()
+        return self.said if is_last else None
 
 
-def test_a_process_set_cannot_be_added_where_a_rank_has_joined(hvd, rank, size):
-    said = []
+def test_what_another_thread_sends_while_its_rank_waits_in_join_is_an_error(hvd, shared_tmp_path):
+    late = FromAnotherThread(hvd, lambda: hvd.allreduce(torch.ones(1), name="join.late"), shared_tmp_path)
+    said = late.run()
+    assert said is None or said.startswith("allreduce.join.late was sent while this rank waits in join() for the other")
 
-    def add(delay_s):
-        time.sleep(delay_s)
-        try:
+
+def test_a_process_set_cannot_be_added_where_a_rank_has_joined(hvd, shared_tmp_path):
+    def others():
+        with pytest.raises(ValueError, match=r"not all ranks have called add_process_set\(\[0\]\)"):
             hvd.add_process_set([0])
-        except ValueError as error:
-            said.append(str(error))
 
-    if rank == size - 1:
-        thread = threading.Thread(target=add, args=(0.1,))
-        thread.start()
-        hvd.join()
-        thread.join()
-        assert ["waits in join" in each for each in said] == [True]
-    else:
-        add(0.4)
-        hvd.join()
-        assert ["not all ranks have called add_process_set([0])" in each for each in said] == [True]
+    said = FromAnotherThread(hvd, lambda: hvd.add_process_set([0]), shared_tmp_path).run(others)
+    assert said is None or "waits in join" in said
     hvd.remove_process_set(hvd.add_process_set([0]))
