@@ -12,12 +12,19 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.callbacks import WandbLogger
+from hvdtrain.callbacks.loggers import logger
 from hvdtrain.callbacks.loggers.logger import Record, Run
 from hvdtrain.callbacks.loggers.tools import _OfflineRun
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="pip install 'hvdtrain[loggers]'")
 
 _BLOCK, _HEADER = 32768, 7  # of LevelDB's log, in whose format the file is
+
+
+@pytest.fixture(autouse=True)
+def _time_for_wandb(monkeypatch):
+    """Let W&B's own process take its time to start on a busy machine."""
+    monkeypatch.setattr(logger, "CLOSE_LIMIT_S", 60.0)
 
 
 def records(path):
