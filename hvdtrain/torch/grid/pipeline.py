@@ -328,7 +328,7 @@ class _Computed(nn.Module):
             with stage.within(samples):
                 return stage(inputs if is_tuple else inputs[0])
         finally:
-            if stage.grid.shards > 1:  # casts of a script's own autocast would stay, and fully_shard gathers anew
+            if stage.grid.shards > 1:  # a script's own autocast keeps casts, and fully_shard gathers again
                 torch.clear_autocast_cache()
 
 
