@@ -292,13 +292,12 @@ class Stage(nn.Module):
         if all(isinstance(each, Tensor) for each in sent) and not parts:
             return ""
         kinds, layer = ", ".join(type(each).__name__ for each in sent), self.layer_names[self.grid.stage][-1]
-        what_to_do = (
-            "Let it return a tensor, or a tuple of tensors"
-            if self.is_last
-            else "Divide the model at another layer, by at="
-        )
         if parts:
             what_to_do = "Do not pass use_local_output=False for this layer in the plan of parallelize_module"
+        elif self.is_last:
+            what_to_do = "Let it return a tensor, or a tuple of tensors"
+        else:
+            what_to_do = "Divide the model at another layer, by at="
         return (
             f"Stages return tensors, or tuples of them. Received: {kinds} from {layer}, the last layer of stage "
             f"{self.grid.stage}. {what_to_do}"

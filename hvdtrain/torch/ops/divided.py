@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,17 +83,18 @@ def reshard(model: nn.Module) -> None:
 
     After a forward pass without a backward pass it keeps the whole weights of the outermost module.
     """
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "set_reshard_after_backward"):  # an FSDPModule
-            module.reshard()
+    for module in _fsdp_modules(model):
+        module.reshard()
 
 
 def reduce_in_backward(model: nn.Module) -> None:
     """Let `fully_shard` reduce gradients and free weights in backward, whatever an earlier loop has set."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "set_reshard_after_backward"):
-            module.set_requires_gradient_sync(True, recurse=False)
-            module.set_reshard_after_backward(True, recurse=False)
-            module.set_is_last_backward(True)
+    for module in _fsdp_modules(model):
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.set_is_last_backward(True)
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
+    """Yield the layers that `fully_shard` has divided, without importing their class."""
+    return (module for module in model.modules() if hasattr(module, "set_reshard_after_backward"))

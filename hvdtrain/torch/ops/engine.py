@@ -14,9 +14,8 @@ from typing import Any
 from hvdtrain.distributed import world
 from hvdtrain.errors import NotInitializedError
 
-# Horovod's own numbers for its reduction operations.
 OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
-Average, Sum, Adasum, Min, Max, Product = range(6)
+Average, Sum, Adasum, Min, Max, Product = range(len(OPS))  # Horovod's own numbers for them
 
 generation = 0  # changes with every init and shutdown: older handles are invalid
 

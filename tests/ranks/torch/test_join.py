@@ -125,7 +125,8 @@ class FromAnotherThread:
             self._send()
         except ValueError as error:
             self.said = str(error)
-        self._ended.touch()
+        finally:
+            self._ended.touch()  # the others wait for it
 
     def run(self, others=lambda: None):
         is_last = self._hvd.rank() == self._hvd.size() - 1
