@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def memory_of(route: SshRoute | None, host: str, run_dir: Path, *, rank: int) ->
     if route is None or host not in route.hosts:
         return {}
     try:
-        line = _line(route, host, "memory", run_dir, str(rank))
+        line = _line(route, host, "memory", run_dir, str(rank), tempfile.gettempdir())
         done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, check=True)
         found = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):

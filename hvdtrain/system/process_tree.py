@@ -146,24 +146,29 @@ def guard(run_dir: str, elsewhere: list[str]) -> None:
             subprocess.run(elsewhere, stdin=subprocess.DEVNULL)
 
 
-def memory(run_dir: str, rank: str) -> dict[str, Any]:
+def memory(run_dir: str, rank: str, launchers_folder: str) -> dict[str, Any]:
     """Return what a rank of this host wrote last about its memory, and how many processes the OOM killer ended since.
 
-    The rank wrote it into a private folder of its user: see `distributed.watchdog.shared_facts`.
+    The rank wrote it into a private folder of its user (see `distributed.watchdog.shared_facts`), which is in the
+    host's own temporary folder, or in the launcher's: some launchers give their TMPDIR to ranks on other hosts.
     """
     import tempfile  # not at the top: the guard lives long, and does not need it
 
-    base = Path(tempfile.gettempdir(), f"hvdtrain-{os.getuid()}")
-    found: dict[str, Any] = {}
+    bases = {Path(folder, f"hvdtrain-{os.getuid()}") for folder in (tempfile.gettempdir(), launchers_folder)}
     # Another user may have made a folder of this name.
-    is_private = base.is_dir() and base.stat().st_uid == os.getuid() and not base.stat().st_mode & 0o077
-    for path in sorted(base.glob(f"*/memory-{rank}.json"), key=os.path.getmtime) if is_private else ():
+    private = [base for base in bases if base.is_dir() and _is_private(base.stat())]
+    found: dict[str, Any] = {}
+    for path in sorted((path for base in private for path in base.glob(f"*/memory-{rank}.json")), key=os.path.getmtime):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if (content := json.loads(path.read_text())).get("job") == run_dir:
                 found = content
     lines = [line.split() for line in Path("/proc/vmstat").read_text().splitlines()]
     kills = next((int(words[1]) for words in lines if words[0] == "oom_kill"), 0)
     return found | {"oom_kills_since": kills - int(found.get("oom_kills", kills))}
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 if __name__ == "__main__":

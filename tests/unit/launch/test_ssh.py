@@ -73,9 +73,17 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> shared_facts.Share
     return shared_facts.open_facts(1)
 
 
+@pytest.mark.parametrize("of_the_session", ["the launcher's", "another"])
 def test_what_a_rank_held_is_asked_on_its_host(
-    route: SshRoute, tmp_path: Path, facts: shared_facts.SharedFacts
+    route: SshRoute,
+    tmp_path: Path,
+    facts: shared_facts.SharedFacts,
+    monkeypatch: pytest.MonkeyPatch,
+    of_the_session: str,
 ) -> None:
+    # horovodrun gives its TMPDIR to ranks everywhere; a session of ssh has the host's own.
+    if of_the_session == "another":
+        monkeypatch.delenv("TMPDIR")
     job, kills = tmp_path / "job", host_memory.host_oom_kills()
     facts.post("memory", {"text": "weights 5 GB", "job": str(job), "oom_kills": kills - 1})
     found = ssh.memory_of(route, "b", job, rank=1)
