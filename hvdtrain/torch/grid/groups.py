@@ -138,6 +138,11 @@ class Group(_ProcessGroup):
         """Return the number of ranks."""
         return len(self._ranks)
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors this group takes. Torch asks it when rank 0 has a state that others load."""
+        return [torch.device("cpu"), torch.device("cuda")]
+
     def _get_backend(self, device: Any) -> Group:
         """Return this group, which serves all devices. From 2.14 on torch asks it before a message what it supports."""
         return self
