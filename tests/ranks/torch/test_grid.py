@@ -325,6 +325,26 @@ def test_a_tensor_that_torch_has_not_received_yet_is_waited_for_before_it_is_sen
         assert torch.equal(each, torch.full((90000,), total))
 
 
+@pytest.mark.parametrize("kind", ["tensor", "stages"])
+def test_synchronized_batch_norm_counts_each_sample_once(grid_of, hvd, kind):
+    grid = grid_of(**{kind: 2})
+    torch.manual_seed(0)
+    whole, inputs = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.randn(6, 4)
+    net = hvd.convert_sync_batchnorm(copy.deepcopy(whole))
+    mine = inputs[grid.data_rank :: grid.data_size]
+    whole(inputs).square().mean().backward()
+    if kind == "stages":
+        net = grid.pipeline(net, micro_batches=1)
+        net.forward_backward(mine, lambda outputs, rows: outputs.square().mean())
+    else:
+        net(mine).square().mean().backward()
+    grid.average_gradients(net.parameters())
+    for name, each in net.named_parameters():
+        torch.testing.assert_close(each.grad, whole.get_parameter(name).grad)
+    for name, each in net.named_buffers():
+        torch.testing.assert_close(each, whole.get_buffer(name))
+
+
 @pytest.mark.world_size(4)
 def test_a_stage_that_ends_in_tensor_parts_sends_their_sum(grid_of):
     grid = grid_of(stages=2, tensor=2)
