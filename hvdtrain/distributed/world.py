@@ -368,6 +368,11 @@ def current() -> World:
     return _world
 
 
+def data_set() -> Any:
+    """Return Horovod's process set of the ranks that divide the data; None for all ranks, and before `init`."""
+    return None if _world is None else _world.data_set
+
+
 def refuse_grid(what: str, instead: str) -> None:
     """Raise HvdTrainError if a Grid divides the model, and `what` takes every rank's for a whole one."""
     if _world is not None and _world.grid is not None:

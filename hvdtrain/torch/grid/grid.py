@@ -21,13 +21,14 @@ from hvdtrain.errors import HvdTrainError
 from hvdtrain.torch.grid import groups
 from hvdtrain.torch.grid.layout import AXES, Layout
 from hvdtrain.torch.grid.pipeline import Stage
-from hvdtrain.torch.ops import divided, names, pack, reduce_ops
+from hvdtrain.torch.ops import divided, engine, names, pack, reduce_ops
 from hvdtrain.torch.ops.functions import broadcast_parameters
-from hvdtrain.torch.ops.sparse import gradient_values
+from hvdtrain.torch.ops.sparse import gradient_values, no_entries
 
 log = logging.getLogger("hvdtrain")
 _WITHIN = ("stage", "shard", "tensor")  # the axes within a replica
 _DIVIDING = ("shard", "tensor")  # the axes along which torch divides a weight
+_DENSE, _SPARSE = 1, 2  # kinds of gradients; 0: none
 
 
 class Grid:
@@ -198,30 +199,36 @@ class Grid:
             )
         if self.replicas == 1:
             return
-        has = np.array([each.grad is not None for each in trained], np.int32)
-        somewhere = self.world.allreduce(has, "max", name="grid.flags", process_set=self.process_set)
-        used = [each for each, flag in zip(trained, somewhere, strict=True) if flag]
-        for parameter in used:
+        kinds = np.array([_kind(each.grad) for each in trained], np.int32)
+        somewhere = self.world.allreduce(kinds, "max", name="grid.flags", process_set=self.process_set)
+        dense = [each for each, kind in zip(trained, somewhere, strict=True) if kind == _DENSE]
+        sparse = [each for each, kind in zip(trained, somewhere, strict=True) if kind == _SPARSE]
+        by_dtype: defaultdict[Any, list[Tensor]] = defaultdict(list)
+        for parameter in dense:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        by_dtype: defaultdict[Any, list[Tensor]] = defaultdict(list)
-        for parameter in used:
             by_dtype[parameter.dtype].append(divided.local(parameter.grad))
         for dtype, gradients in by_dtype.items():
             reduce_ops.grouped_allreduce_(gradients, name=f"grid.gradients.{dtype}", process_set=self.process_set)
+        for parameter in sparse:
+            gradient = no_entries(parameter) if parameter.grad is None else parameter.grad
+            how = ("grid.gradients.sparse", engine.Average, self.process_set)
+            parameter.grad = reduce_ops.sparse_allreduce_async(gradient, *how).wait().coalesce()
 
     def is_left_out(self, parameter: nn.Parameter) -> bool:
         """Return whether the ranks of a shard group would train a parameter apart, each with its own samples."""
         return self.shards > 1 and parameter.requires_grad and not divided.is_over(parameter, "shard")
 
-    def loss_weight(self, count: int) -> float:
+    def loss_weight(self, count: float) -> float:
         """Return the factor for this rank's mean loss with which gradients are means over all samples. A collective.
 
         Args:
-            count: samples in this rank's batch, or what its loss is the mean of; the same on ranks with the same data.
+            count: samples in this rank's batch, or what its loss is the mean of, such as labels or the sum of their
+                classes' weights; the same on ranks with the same data.
         """
-        counts = self.world.allgather(np.array([count], np.int64), name="grid.counts")
-        total = sum(int(counts[rank]) for rank in self._data)
+        count = float(count)  # exact for whole numbers, and weights of classes are none
+        counts = self.world.allgather(np.array([count]), name="grid.counts")
+        total = sum(float(counts[rank]) for rank in self._data)
         if not total:
             raise ValueError(f"No rank has a sample in this step. Received: count={count} on rank {self.world.rank}")
         return count * self.data_size / total
@@ -243,6 +250,15 @@ class Grid:
             for gradient in gradients:
                 gradient.detach().mul_(factor)
         return norm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Grid:
+        return self  # the ranks of a job, which a copied stage shares with the one that it was copied from
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A Grid is the ranks of this job, and no file holds them. Write stage.state_dict(), and not the stage. "
+            f"Received: {self} on rank {self.world.rank}"
+        )
 
     def close(self) -> None:
         """End torch.distributed, and give the groups back. A collective; at the end of a script it is not needed."""
@@ -289,6 +305,12 @@ def _groups(layout: Layout) -> set[tuple[int, ...]]:
     for stages in layout.groups("stage"):  # a stage sends to the next one; with several a rank, the last to the first
         found |= {(rank, stages[(index + 1) % len(stages)]) for index, rank in enumerate(stages) if len(stages) > 1}
     return found
+
+
+def _kind(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return 0
+    return _SPARSE if gradient.is_sparse else _DENSE
 
 
 def _norm(gradients: list[Tensor]) -> float:

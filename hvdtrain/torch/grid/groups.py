@@ -138,6 +138,15 @@ class Group(_ProcessGroup):
         """Return the number of ranks."""
         return len(self._ranks)
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors this group takes: torch asks it when rank 0 has a state that others load.
+
+        None until torch knows the group: before, torch 2.15 would give it a recorder, which needs a backend of C++.
+        """
+        is_known = self in dist.distributed_c10d._world.pg_names
+        return [torch.device("cpu"), torch.device("cuda")] if is_known else []
+
     def _get_backend(self, device: Any) -> Group:
         """Return this group, which serves all devices. From 2.14 on torch asks it before a message what it supports."""
         return self

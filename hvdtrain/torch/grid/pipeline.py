@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -110,6 +111,14 @@ class Stage(nn.Module):
             value = layer(value)
         # The gradient of an expanded tensor would be received into memory whose elements share places.
         return value if self.is_last else _each(Tensor.contiguous, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
+        """Return a stage of the same Grid with layers of its own, as torch's AveragedModel makes it."""
+        copied = object.__new__(type(self))
+        # Its schedules would compute these layers, and a context belongs to who has set it.
+        memo |= {id(self): copied, id(self._schedules): OrderedDict(), id(self._within): self._within}
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load the state of this stage, or of the whole model, of which it takes its own layers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +19,11 @@ def gradient_values(parameter: Any) -> Tensor:
     parameter.grad = parameter.grad.coalesce()
     values: Tensor = parameter.grad.values()
     return values
+
+
+def no_entries(parameter: Tensor) -> Tensor:
+    """Return a sparse gradient without entries; its indices are those of an embedding, of one dimension."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    # torch warns without `check_invariants`.
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, device=parameter.device, check_invariants=False)

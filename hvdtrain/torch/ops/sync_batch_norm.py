@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hvdtrain.distributed import launch_environment
+from hvdtrain.distributed import launch_environment, world
 from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.engine import Sum
 from hvdtrain.torch.ops.gather_ops import allgather_async
@@ -25,7 +25,8 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose mean and variance are the global batch's; local batches may differ in length.
 
     Takes input of shape (local_batch, channels, ...) and BatchNorm's own arguments. Every rank must call it equally
-    often. As with any layer, the gradients of weight and bias are this rank's share: DistributedOptimizer reduces them.
+    often; on a Grid, those with other samples in this rank's stage: ranks of a tensor group have the same ones. As with
+    any layer, the gradients of weight and bias are this rank's share: DistributedOptimizer reduces them.
 
     Attributes:
         batch_weight: the loop multiplies this rank's gradients of the present batch with it after backward. A batch of
@@ -42,7 +43,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize `input`: (local_batch, channels, ...)."""
         self._check_input_dim(input)
         by_batch = self.training or self.running_mean is None
-        if not by_batch or (engine.native().size() == 1 and not launch_environment.reduces_alone()):
+        if not by_batch or (_ranks().size() == 1 and not launch_environment.reduces_alone()):
             return super().forward(input)
         if torch.compiler.is_compiling():  # the compiler cannot see into Horovod: one break of the graph, not many
             output: Tensor = torch.compiler.disable(self._over_ranks)(input)
@@ -136,6 +137,11 @@ def _convert(module: nn.Module, kind: type[_BatchNorm]) -> list[str]:
     return list(found)
 
 
+def _ranks() -> Any:
+    """Return the process set of the ranks whose batches are the global one: on a Grid, those that divide the data."""
+    return engine.global_set(world.data_set())
+
+
 @dataclass(frozen=True)
 class _Running:
     """Buffers that the kernels update, and the weight of a batch in them."""
@@ -159,7 +165,8 @@ class _Normalize(torch.autograd.Function):
         batch_weight: float,
     ) -> Tensor:
         kernels = kernels_for(x)
-        rows = _statistics_of_all(x, eps, batch_weight)  # (size, 2 * channels + 1)
+        ctx.ranks = _ranks()
+        rows = _statistics_of_all(x, eps, batch_weight, ctx.ranks)  # (size, 2 * channels + 1)
         means, invstds, counts = rows.tensor_split((x.shape[1], 2 * x.shape[1]), dim=1)
         buffers = (None, None, 0.0) if running is None else (running.mean, running.variance, running.momentum)
         # A count of 0 before all others would be a division by 0 in torch's kernel; this one adds nothing to a sum.
@@ -186,12 +193,12 @@ class _Normalize(torch.autograd.Function):
         sum_dy, sum_dy_xmu, grad_weight, grad_bias = sums  # the last two are this rank's
         grad_x = None
         if wants_x:
-            of_all = _reduced(torch.cat([sum_dy, sum_dy_xmu]), ctx.batch_weight).chunk(2)
+            of_all = _reduced(torch.cat([sum_dy, sum_dy_xmu]), ctx.batch_weight, ctx.ranks).chunk(2)
             grad_x = kernels.backward_elemt(dy, x, mean, invstd, weight, *of_all, counts) if x.numel() else dy
         return grad_x, grad_weight if wants_weight else None, grad_bias if wants_bias else None, None, None, None
 
 
-def _statistics_of_all(x: Tensor, eps: float, batch_weight: float) -> Tensor:
+def _statistics_of_all(x: Tensor, eps: float, batch_weight: float, ranks: Any) -> Tensor:
     """Return mean, 1 / sqrt(variance + eps) and count of each rank; (size, 2 * channels + 1)."""
     channels = x.shape[1]
     count = x.numel() // max(channels, 1) if batch_weight else 0
@@ -202,7 +209,7 @@ def _statistics_of_all(x: Tensor, eps: float, batch_weight: float) -> Tensor:
         mean, invstd = x.new_zeros(channels, dtype=wide), x.new_ones(channels, dtype=wide)
     # Exact up to 16 million values per channel on a rank; a larger count is rounded as any number in float32.
     mine = torch.cat([mean, invstd, x.new_full((1,), count, dtype=wide)])
-    rows: Tensor = allgather_async(mine.unsqueeze(0), name=f"sync_batch_norm.{channels}.{wide}").wait()
+    rows: Tensor = allgather_async(mine.unsqueeze(0), f"sync_batch_norm.{channels}.{wide}", ranks).wait()
     # Reading the sum makes the host wait for the device: only a rank that has nearly nothing itself does it.
     if count <= 1 and (of_all := float(rows[:, -1].sum())) <= 1:
         received = f"Received: {int(of_all)}, locally {tuple(x.shape)}"
@@ -210,11 +217,11 @@ def _statistics_of_all(x: Tensor, eps: float, batch_weight: float) -> Tensor:
     return rows
 
 
-def _reduced(sums: Tensor, batch_weight: float) -> Tensor:
+def _reduced(sums: Tensor, batch_weight: float, ranks: Any) -> Tensor:
     """Return the sum over ranks of each rank's weight times its sums, in the scale of this rank's gradients."""
     if batch_weight != 1.0:  # write zeros instead of multiplying: a filler's gradient may not be finite
         sums = sums * batch_weight if batch_weight else torch.zeros_like(sums)
-    how = Reduction(Sum, process_set=engine.global_set())
+    how = Reduction(Sum, process_set=ranks)
     submit([sums], how, name=f"sync_batch_norm.{len(sums) // 2}.{sums.dtype}.grad", in_place=True).wait()
     # Ranks add up gradients of one scale; this rank's own gradient is multiplied by its weight later.
     return sums if batch_weight in (0.0, 1.0) else sums / batch_weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,10 @@ def can_carry_flags(param: Parameter, options: ReducerOptions) -> bool:
     return param.device.type == "cpu" and _wire_type(param, options) in (torch.float32, torch.float64)
 
 
+def _kinds(params: Sequence[Parameter]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(param.shape, param.dtype) for param in params]
+
+
 class Bucket(ReductionUnit):
     """Gradients of one type and device, dense on all ranks, in one tensor; `header` numbers travel in front of them."""
 
@@ -37,19 +42,28 @@ class Bucket(ReductionUnit):
         self, params: list[Parameter], names: list[str], options: ReducerOptions, scale: float, *, header: int = 0
     ) -> None:
         super().__init__(params, names, options, scale)
-        self._shapes = [p.shape for p in params]
-        dtype, wire_type = params[0].dtype, _wire_type(params[0], options)
-        self._flat = torch.zeros(header + sum(p.numel() for p in params), dtype=wire_type, device=params[0].device)
-        # In NumPy, where a small operation costs a tenth of torch's.
-        self._header = self._flat[:header].numpy() if header else np.zeros(0)
-        # The reduced gradients in their own type, in which they may still be multiplied.
-        self._result = self._flat if dtype is wire_type else torch.zeros_like(self._flat, dtype=dtype)
-        self.nbytes = self._flat.nbytes + (0 if self._result is self._flat else self._result.nbytes)
-        self._views, self._results = (pack.places(flat[header:], params) for flat in (self._flat, self._result))
+        self._header_length = header
+        self._place()
         # Ranks agree on the order of dimensions in memory when they begin. One whose weights were moved since would
         # add up numbers that do not belong together: it waits for an operation of its own name, and says so.
         orders = [wire.memory_order(param) for param in params]
         self._name = f"{names[0]}.bucket" + (f".{zlib.crc32(repr(orders).encode()):08x}" if any(orders) else "")
+
+    def _place(self) -> None:
+        """Make room for gradients of the types that the parameters have now."""
+        params, header = self.params, self._header_length
+        self._kinds = _kinds(params)
+        dtypes = {param.dtype for param in params}
+        counts = [torch.float32] if header else []  # what a number of the header is at least
+        wire_type = functools.reduce(torch.promote_types, [*(_wire_type(p, self._options) for p in params), *counts])
+        self._flat = torch.zeros(header + sum(p.numel() for p in params), dtype=wire_type, device=params[0].device)
+        # In NumPy, where a small operation costs a tenth of torch's.
+        self._header = self._flat[:header].numpy() if header else np.zeros(0)
+        # The reduced gradients in their own type, in which they may still be multiplied.
+        own = params[0].dtype if len(dtypes) == 1 else wire_type
+        self._result = self._flat if own is wire_type else torch.zeros_like(self._flat, dtype=own)
+        self.nbytes = self._flat.nbytes + (0 if self._result is self._flat else self._result.nbytes)
+        self._views, self._results = (pack.places(flat[header:], params) for flat in (self._flat, self._result))
 
     def _whole(self) -> list[Tensor] | None:
         """Return the gradients if all are there and dense, as in nearly all steps; else None."""
@@ -63,26 +77,27 @@ class Bucket(ReductionUnit):
         return super().flags()
 
     @torch.no_grad()  # gradients have histories after a backward with create_graph=True
-    def start(self, all_active: Callable[[], bool], *, sparse: bool = False) -> None:
-        """Send the gradients; a missing one as zeros, a sparse one as a dense one."""
+    def start(self, all_active: Callable[[], bool], *, sparse: bool = False, numbers: Sequence[float] = ()) -> None:
+        """Send the gradients, with `numbers` in front of them; a missing one as zeros, a sparse one as a dense one."""
         self._drain()
         self.flags()
-        if [p.shape for p in self.params] != self._shapes:
+        if _kinds(self.params) != self._kinds:
             self._check_shapes()
+            self._place()  # as after model.double()
+        if numbers:
+            self._header[:] = numbers
         torch._foreach_copy_(self._views, self._whole() or [dense_gradient(p) for p in self.params])
         self._direct = self.how.send(self._flat, self._name)
 
     def _check_shapes(self) -> None:
-        for name, param, shape in zip(self.names, self.params, self._shapes, strict=True):
+        for name, param, (shape, _) in zip(self.names, self.params, self._kinds, strict=True):
             if param.shape != shape:
                 shapes = f"Received: {tuple(param.shape)}, was {tuple(shape)}. Make a new DistributedOptimizer."
                 raise HvdTrainError(f"{name} changed its shape after the first step. {shapes}")
 
     def exchange(self, numbers: Sequence[float], all_active: Callable[[], bool]) -> list[float]:
         """Send the gradients with `numbers` in front of them, and return those reduced."""
-        self._drain()
-        self._header[:] = numbers
-        self.start(all_active)
+        self.start(all_active, numbers=numbers)
         engine.native().synchronize(self._direct)
         received: list[float] = self._header.tolist()
         return received

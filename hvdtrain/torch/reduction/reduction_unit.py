@@ -15,6 +15,7 @@ from hvdtrain.torch.ops import engine
 from hvdtrain.torch.ops.compression import Compressor, NoneCompressor
 from hvdtrain.torch.ops.engine import Average, Handle, Staged, Sum
 from hvdtrain.torch.ops.reduce_ops import sparse_allreduce_async
+from hvdtrain.torch.ops.sparse import no_entries
 from hvdtrain.torch.ops.submit import Reduction
 from hvdtrain.torch.ops.wire import from_order, in_order, is_native, memory_order, same_memory
 
@@ -94,7 +95,7 @@ class ReductionUnit:
                 self._direct = self.how.send(sent, self.names[0])  # the gradient itself; fast, because backward waits
                 return
         if self.takes_sparse and (sparse or (grad is not None and grad.is_sparse)):
-            grad = _no_entries(self.params[0]) if grad is None else grad
+            grad = no_entries(self.params[0]) if grad is None else grad
             self._handle = sparse_allreduce_async(grad, self.names[0], options.op, options.process_set)
             return
         self._is_dense = True
@@ -154,14 +155,6 @@ def drain(handle: Any) -> None:
     if handle is not None and not handle.is_stale:
         with contextlib.suppress(Exception):  # it failed or was interrupted, which was reported already
             handle.wait()
-
-
-def _no_entries(param: Parameter) -> Tensor:
-    """Return a sparse gradient without entries; its indices are those of an embedding, of one dimension."""
-    indices = torch.empty((1, 0), dtype=torch.int64, device=param.device)
-    values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
-    # torch warns without `check_invariants`.
-    return torch.sparse_coo_tensor(indices, values, param.shape, device=param.device, check_invariants=False)
 
 
 def dense_gradient(param: Parameter) -> Tensor:

@@ -195,7 +195,7 @@ def check_grid(model: nn.Module, optimizers: dict[str, Any], options: Options, w
         "cutoff": options.cutoff and "stages wait for each other in every step",
         "SyncBatchNorm": has_norm
         and (grid.stages > 1 or grid.tensors > 1)
-        and "it counts over all ranks: use BatchNorm",
+        and "a replica that has fewer samples may leave out a micro-batch, in which others wait for it: use BatchNorm",
         "weights without values": any(each.is_meta for each in model.parameters())
         and "give this rank's part values: stage.to_empty(device=\"cpu\"), then its layers' reset_parameters()",
         "a lazy module": lazy.first(model) is not None and "call the model once on a batch before it is divided",

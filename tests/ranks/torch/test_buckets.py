@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -273,6 +275,24 @@ def test_after_a_reset_units_are_listed_as_on_a_new_rank(hvd, kind, monkeypatch)
 
 
 @pytest.mark.usefixtures("sizes")
+@pytest.mark.usefixtures("sizes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_moved_to_float64_has_gradients_of_float64(hvd, rank, dtype):
+    model = Many().to(dtype)
+    optimizer = wrap(hvd, model)
+    step(optimizer, model, rank)
+    step(optimizer, model, rank)  # in buckets
+    model.double()
+    optimizer.state.clear()
+    alone = copy.deepcopy(model)
+    torch.manual_seed(100 + rank)
+    alone(torch.randn(2, 3).double()).square().mean().backward()
+    expected = [hvd.allreduce(each.grad) for each in alone.parameters()]
+    for grad, mean in zip(step(optimizer, model, rank, seed=1), expected, strict=True):
+        assert grad.dtype is torch.float64
+        torch.testing.assert_close(grad, mean, rtol=1e-12, atol=1e-15)
+
+
 def test_a_parameter_that_changed_its_shape_is_named(hvd, rank):
     from hvdtrain.errors import HvdTrainError
 

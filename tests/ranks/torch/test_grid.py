@@ -164,6 +164,27 @@ def test_a_parameter_without_a_gradient_counts_as_zeros_where_another_replica_ha
 
 
 @pytest.mark.world_size(4)
+def test_sparse_gradients_of_replicas_are_averaged_where_one_has_none_too(grid_of):
+    grid = grid_of(stages=2)
+    tables = [nn.Embedding(4, 2, sparse=True) for _ in range(2)]
+    tables[0](torch.tensor([1, 1 + grid.replica])).sum().backward()
+    if grid.replica == 1:
+        tables[1](torch.tensor([3])).sum().backward()
+    grid.average_gradients(each.weight for each in tables)
+    first, second = (each.weight.grad.to_dense()[:, 0].tolist() for each in tables)
+    assert (first, second) == ([0, 1.5, 0.5, 0], [0, 0, 0, 0.5])
+
+
+def test_losses_weighed_by_classes_have_the_weights_of_one_process(grid_of):
+    grid = grid_of(shard=2)
+    of_classes = torch.tensor([0.1, 0.7])
+    classes = torch.tensor([index % 3 % 2 for index in range(5 * grid.data_size)])
+    mine = of_classes[classes[grid.data_rank :: grid.data_size]].sum()
+    expected = float(mine / of_classes[classes].sum() * grid.data_size)
+    assert grid.loss_weight(mine) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.world_size(4)
 def test_a_drop_in_optimizer_averages_over_the_replicas_of_a_part(grid_of, hvd):
     grid = grid_of(stages=2)
     net = nn.Linear(2, 1, bias=False)
@@ -304,6 +325,26 @@ def test_a_tensor_that_torch_has_not_received_yet_is_waited_for_before_it_is_sen
         assert torch.equal(each, torch.full((90000,), total))
 
 
+@pytest.mark.parametrize("kind", ["tensor", "stages"])
+def test_synchronized_batch_norm_counts_each_sample_once(grid_of, hvd, kind):
+    grid = grid_of(**{kind: 2})
+    torch.manual_seed(0)
+    whole, inputs = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.randn(6, 4)
+    net = hvd.convert_sync_batchnorm(copy.deepcopy(whole))
+    mine = inputs[grid.data_rank :: grid.data_size]
+    whole(inputs).square().mean().backward()
+    if kind == "stages":
+        net = grid.pipeline(net, micro_batches=1)
+        net.forward_backward(mine, lambda outputs, rows: outputs.square().mean())
+    else:
+        net(mine).square().mean().backward()
+    grid.average_gradients(net.parameters())
+    for name, each in net.named_parameters():
+        torch.testing.assert_close(each.grad, whole.get_parameter(name).grad)
+    for name, each in net.named_buffers():
+        torch.testing.assert_close(each, whole.get_buffer(name))
+
+
 @pytest.mark.world_size(4)
 def test_a_stage_that_ends_in_tensor_parts_sends_their_sum(grid_of):
     grid = grid_of(stages=2, tensor=2)
@@ -336,6 +377,20 @@ def test_a_copy_of_a_sharded_model_is_the_whole_one(grid_of):
     saved = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
+
+
+def test_shards_made_on_the_meta_device_load_the_state_that_rank_0_has(grid_of, rank):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    grid = grid_of(shard=2)
+    whole = model()
+    with torch.device("meta"):
+        net = sharded(model(), grid, "shard")
+    net.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(net, whole.state_dict() if rank == 0 else {}, options=options)
+    for name, value in net.named_parameters():
+        assert torch.equal(full(value), whole.get_parameter(name).detach())
 
 
 def test_a_grid_opens_no_port(grid_of, hvd):

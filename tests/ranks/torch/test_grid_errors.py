@@ -119,7 +119,7 @@ def test_torchs_synchronized_batch_norm_becomes_ours_on_a_grid(grid_of):
 
 
 def test_torchs_synchronized_batch_norm_is_refused_in_stages_on_every_rank(grid_of):
-    with pytest.raises((ValueError, HvdTrainError), match="it counts over all ranks: use BatchNorm"):
+    with pytest.raises((ValueError, HvdTrainError), match="in which others wait for it: use BatchNorm"):
         fit_normed(normed(grid_of(stages=2)), 1)
 
 

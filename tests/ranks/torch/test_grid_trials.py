@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 from contextlib import nullcontext
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 import hvdtrain
@@ -311,6 +313,25 @@ def test_a_stage_loads_its_layers_of_the_whole_models_state(grid_of):
         torch.testing.assert_close(each, layers.state_dict()[name])
     with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
         stage.load_state_dict(layers.state_dict() | {"other.weight": torch.zeros(1)})
+
+
+def test_torchs_averaged_model_of_a_stage_computes_with_the_averages(grid_of):
+    grid = grid_of(stages=2)
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    stage, inputs = grid.pipeline(copy.deepcopy(layers), micro_batches=2), torch.randn(6, 4)
+    expected = layers(inputs).detach()
+    stage.outputs(inputs)  # makes a schedule, which computes the stage's own layers
+    averages = AveragedModel(stage, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    averages.update_parameters(stage)
+    averaged = averages.module
+    with torch.no_grad():
+        for each in stage.parameters():
+            each.zero_()
+    torch.testing.assert_close(averaged.shared(averaged.outputs(inputs)), expected)
+    torch.testing.assert_close(stage.shared(stage.outputs(inputs)), torch.zeros(6, 4))
+    with pytest.raises(TypeError, match=r"Write stage.state_dict\(\), and not the stage"):
+        torch.save(stage, io.BytesIO())
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
