@@ -109,9 +109,7 @@ class TorchAdapter:
         named = named_metrics(metrics, loss)
         split = DataRanks(world).size > 1 or options.accumulate > 1 or options.micro_batch is not None or options.cutoff
         self._loss_check = LossCheck(loss, world, split=split)
-        # torch cannot view a divided tensor without rows: one row stands in for none.
-        rows = int(world.grid is not None and world.grid.tensors > 1)
-        by_loss = LossStep(model, loss, self._to_device, world.rank, self._loss_check, rows_if_empty=rows)
+        by_loss = LossStep(model, loss, self._to_device, world.rank, self._loss_check)
         self._stages: Any = None  # computes a pipeline
         if world.grid is not None and world.grid.stages > 1:
             self._stages = self._make_stages(model, by_loss)
@@ -124,6 +122,8 @@ class TorchAdapter:
         self._copies = device_copies.of(self._device, self._dtype)
         # True if ranks wait for each other before backward: one without samples must go forward and backward as well.
         has_shards = world.grid is not None and world.grid.shards > 1
+        self._zero_gradients = divided.ZeroGradients(model)
+        self._calls_collectives = False  # the model or step, besides those that torch calls itself
         self._has_sync_norm = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
         self._syncs_in_forward = self._has_sync_norm or (has_shards and self._stages is None)
         # Likewise in evaluation, where SyncBatchNorm does not.
@@ -394,7 +394,8 @@ class TorchAdapter:
             if loss is not None and weights.counted[index].weight:
                 update.backward(loss, weights.factor(index))
             elif self._syncs_in_forward:
-                update.backward(self._run_empty(batch) if loss is None else without_gradient(loss))
+                with self._zero_gradients.in_backward():
+                    update.backward(self._run_empty(batch) if loss is None else self._without_gradient(loss))
 
     def _take_named_steps(self, step: YieldingStep, batches: Sequence[Batch], *, first: bool) -> Fault | None:
         """Take one reduced step for each yield of the user's step over the batches, which advance together."""
@@ -578,15 +579,12 @@ class TorchAdapter:
         alone = batch.local_count == 1 and self._model.training and (batch.global_count > 1 or self._micro_batches.size)
         before = engine.started.operations
         norms = self._normalize_by_running_statistics() if alone else _PLAIN
-        with divided_errors.computing(self._model, self._world), self._autocast(), self._checkpoints, norms:
+        errors = divided_errors.computing(self._model, self._world)
+        with errors, self._autocast(), self._checkpoints, norms, self._zero_gradients.in_forward():
             yield
-        if engine.started.operations != before and self._world.size > 1 and not self._has_whole_batches:
+        if engine.started.operations != before and self._world.size > 1:
+            self._calls_collectives = True
             self._sync_in_step()
-
-    @property
-    def _has_whole_batches(self) -> bool:
-        """True if collectives of the model are among ranks that have the same batches: tensor parts of a Grid."""
-        return self._world.grid is not None and self._world.grid.shards == 1
 
     def _sync_in_step(self) -> None:
         """Note that the model, or a step of the user's own, calls collectives, so that every rank must run it."""
@@ -619,13 +617,22 @@ class TorchAdapter:
     def _run_empty(self, batch: Batch) -> torch.Tensor:
         """Run no samples through a model whose layers synchronize in forward and backward; return a loss of zero."""
         self._check_data(batch)
-        norms: Any = _PLAIN  # a row that stands in for none must not count in running statistics
-        if self._world.grid is not None and self._world.grid.tensors > 1:
-            norms = self._normalize_by_running_statistics(nn.modules.batchnorm._BatchNorm)
-        with self._autocast(), self._checkpoints, norms:
-            loss = self._step.run_empty(batch)
-        # NaN times zero would be the gradient of the rows that other ranks have gathered. A norm's own has no rows.
-        return loss if self._has_sync_norm or not torch.is_grad_enabled() else without_gradient(loss)
+        norms: Any = _PLAIN
+        rows, before = 0, engine.started.operations
+        if self._world.grid is not None and self._world.grid.tensors > 1 and not self._calls_collectives:
+            # torch cannot view a divided tensor without rows: one row stands in for none, and must not count in
+            # running statistics, nor among the rows that a collective gathers.
+            rows, norms = 1, self._normalize_by_running_statistics(nn.modules.batchnorm._BatchNorm)
+        with self._autocast(), self._checkpoints, norms, self._zero_gradients.in_forward():
+            loss = self._step.run_empty(batch, rows=rows)
+        self._calls_collectives |= engine.started.operations != before
+        # A norm's own gradient has no rows.
+        return loss if self._has_sync_norm or not torch.is_grad_enabled() else self._without_gradient(loss)
+
+    def _without_gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss whose gradient is zero: NaN times zero would be that of rows that other ranks have gathered."""
+        is_of_shards = self._world.grid is not None and self._world.grid.shards > 1
+        return without_gradient(loss, may_be_nan=is_of_shards and not self._calls_collectives)
 
     def _check_data(self, batch: Batch) -> None:
         """Raise if there is no batch from which one of no samples could be made."""

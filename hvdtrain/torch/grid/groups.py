@@ -293,7 +293,7 @@ class Group(_ProcessGroup):
         lengths. Ranks whose lengths differ wait, and the watchdog shows the lengths in their names.
         """
         length = "" if numbers is None else f".{numbers}-numbers"
-        alike = f"torch.distributed.{kind}.ranks-{'-'.join(map(str, self._ranks))}{length}"
+        alike = f"{engine.OF_TORCH}{kind}.ranks-{'-'.join(map(str, self._ranks))}{length}"
         name = f"{alike}.{next(self._counts[alike]) % _NAMES}"
         earlier = self._last[name]() if name in self._last else None
         if earlier is not None:

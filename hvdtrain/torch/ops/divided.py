@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from hvdtrain.data.trees import leaves
 
 
 def is_divided(tensor: Any) -> bool:
@@ -95,6 +99,55 @@ def reduce_in_backward(model: nn.Module) -> None:
         module.set_is_last_backward(True)
 
 
+def class_of(module: nn.Module) -> type:
+    """Return a module's class; of a layer that `fully_shard` has divided, the class that it had before."""
+    kind = type(module)
+    return kind.__bases__[-1] if _is_fsdp(module) else kind
+
+
+class ZeroGradients:
+    """Gives the layers of `fully_shard` gradients of zeros in a backward pass over a loss that does not count.
+
+    A loss times 0 does not, if it is NaN: its gradient may be NaN too, and the ranks of a shard group add theirs up.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(_fsdp_modules(model))
+        self._applies = False
+
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Within it, the model computes what the backward pass goes back through."""
+        handles = [module.register_forward_hook(self._see) for module in self._modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Within it, the gradients of what the layers have returned are zeros."""
+        self._applies = True
+        try:
+            yield
+        finally:
+            self._applies = False
+
+    def _see(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        for each in leaves(outputs):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._replace)
+
+    def _replace(self, gradient: Tensor) -> Tensor | None:
+        return torch.zeros_like(gradient) if self._applies else None
+
+
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
-    """Yield the layers that `fully_shard` has divided, without importing their class."""
-    return (module for module in model.modules() if hasattr(module, "set_reshard_after_backward"))
+    """Yield the layers that `fully_shard` has divided."""
+    return filter(_is_fsdp, model.modules())
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has divided a layer, without importing the class that it gives to it."""
+    return hasattr(module, "set_reshard_after_backward")

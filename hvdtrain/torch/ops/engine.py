@@ -111,11 +111,14 @@ def is_global(process_set: Any) -> bool:
     return bool(process_set.process_set_id == 0)
 
 
+OF_TORCH = "torch.distributed."  # in the names of what torch calls itself, such as fully_shard's operations
+
+
 class _Count(threading.local):
     operations = 0
 
 
-started = _Count()  # operations that this thread has started
+started = _Count()  # operations that this thread has started, without those of torch.distributed
 
 
 class Handle:
@@ -131,7 +134,7 @@ class Handle:
         self._generation = generation
         self._done = False
         self._result: Any = None
-        started.operations += 1
+        started.operations += OF_TORCH not in name
 
     def poll(self) -> bool:
         """True when `wait` will not block."""

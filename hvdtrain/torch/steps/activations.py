@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.adapter import counted_by_class
 from hvdtrain.distributed import agreement, launch_environment
 from hvdtrain.distributed.world import World
-from hvdtrain.torch.ops import names
+from hvdtrain.torch.ops import divided, names
 
 Rule = bool | str | Callable[[Any], Any]
 
@@ -220,10 +220,11 @@ def _kinds(parent: nn.Module) -> Counter[type] | None:
 def _members(parent: nn.Module, prefix: str, *, every: bool) -> dict[str, nn.Module]:
     """Return the members of lists and, of the same class or `every` one, of sequences."""
     found: dict[str, nn.Module] = {}
-    counts = Counter(map(type, parent.children())) if (kinds := _kinds(parent)) is None else kinds
+    counts = Counter(map(divided.class_of, parent.children())) if (kinds := _kinds(parent)) is None else kinds
     for name, child in parent.named_children():
         inner = _members(child, f"{prefix}{name}.", every=every)
-        is_repeated = (isinstance(parent, nn.Sequential) or kinds is not None) and (every or counts[type(child)] > 1)
+        is_chosen = every or counts[divided.class_of(child)] > 1
+        is_repeated = (isinstance(parent, nn.Sequential) or kinds is not None) and is_chosen
         is_block = (isinstance(parent, _LISTS) or is_repeated) and _consists_of_others(child)
         found |= inner if not is_block or (inner and isinstance(child, nn.Sequential)) else {f"{prefix}{name}": child}
     return found
@@ -232,9 +233,9 @@ def _members(parent: nn.Module, prefix: str, *, every: bool) -> dict[str, nn.Mod
 def _siblings(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:
     """Return modules that have a sibling of their class."""
     found: dict[str, nn.Module] = {}
-    counts = Counter(map(type, parent.children()))
+    counts = Counter(map(divided.class_of, parent.children()))
     for name, child in parent.named_children():
-        is_block = counts[type(child)] > 1 and _consists_of_others(child)
+        is_block = counts[divided.class_of(child)] > 1 and _consists_of_others(child)
         found |= {f"{prefix}{name}": child} if is_block else _siblings(child, f"{prefix}{name}.")
     return found
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,18 +39,11 @@ _YIELD_EXAMPLE = """
 
 
 class LossStep:
-    """Calls the model on a batch's inputs, and the loss on outputs and targets.
+    """Calls the model on a batch's inputs, and the loss on outputs and targets."""
 
-    Args:
-        rows_if_empty: rows that `run_empty` gives the model: 1 where it cannot compute a batch of none.
-    """
-
-    def __init__(
-        self, model: nn.Module, loss: Any, to_device: ToDevice, rank: int, check: LossCheck, *, rows_if_empty: int = 0
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Any, to_device: ToDevice, rank: int, check: LossCheck) -> None:
         self._model, self._loss, self._to_device, self._rank = model, loss, to_device, rank
         self._checked, self._check = False, check
-        self._rows_if_empty = rows_if_empty
 
     def __call__(self, batch: Batch) -> Loss:
         """Return the loss of a batch: its mean is a mean over the batch, unless the loss is a sum."""
@@ -109,9 +103,9 @@ class LossStep:
         """Return the model's outputs."""
         return self._model(self._to_device(inputs))
 
-    def run_empty(self, batch: Batch) -> torch.Tensor:
-        """Run no samples through the model; return a loss of zero."""
-        inputs = move(lambda value: _rows(value, self._rows_if_empty), self._to_device(batch.inputs))
+    def run_empty(self, batch: Batch, *, rows: int) -> torch.Tensor:
+        """Run no samples, or so many that do not count, through the model; return a loss of zero."""
+        inputs = move(partial(_rows, count=rows), self._to_device(batch.inputs))
         return sum_of_nothing(self._model(inputs))
 
 
@@ -174,14 +168,15 @@ class OwnStep:
             return outputs
         return {name: value for name, value in outputs.items() if getattr(value, "shape", None)}
 
-    def run_empty(self, batch: Batch) -> torch.Tensor:
-        """Run the step on a batch of no samples; return a loss whose gradient is zero."""
+    def run_empty(self, batch: Batch, *, rows: int) -> torch.Tensor:
+        """Run the step on no samples, or on so many that do not count; return a loss whose gradient is zero."""
         with self._without_samples():
-            mean: torch.Tensor = self(self._emptied(batch)).mean
+            mean: torch.Tensor = self(self._emptied(batch, rows)).mean
         return mean * 0.0
 
-    def _emptied(self, batch: Batch) -> Batch:
-        return dataclasses.replace(batch, item=move(_no_rows, self._to_device(batch.item)), local_count=0)
+    def _emptied(self, batch: Batch, rows: int = 0) -> Batch:
+        item = move(partial(_rows, count=rows), self._to_device(batch.item))
+        return dataclasses.replace(batch, item=item, local_count=0)
 
     @contextmanager
     def _without_samples(self) -> Iterator[None]:
@@ -248,8 +243,13 @@ def sum_of_nothing(outputs: Any) -> torch.Tensor:
     return torch.stack([output.sum() for output in leaves(move(_no_rows, outputs))]).sum()
 
 
-def without_gradient(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose gradient is zero, for a backward pass in which ranks wait for each other."""
+def without_gradient(loss: torch.Tensor, *, may_be_nan: bool = False) -> torch.Tensor:
+    """Return a loss whose gradient is zero, for a backward pass in which ranks wait for each other.
+
+    With `may_be_nan`, no gradient of it is used.
+    """
+    if may_be_nan:
+        return (loss * 0.0).nan_to_num()
     if not loss.isfinite():
         raise ValueError(
             "Loss.mean must be finite also on a rank where nothing counts, because other ranks wait for its backward "

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import hvdtrain
 import hvdtrain.torch
 from hvdtrain.callbacks import Callback, Checkpoint, EarlyStopping, SyncCheck
+from hvdtrain.data.sharding import epoch_order
 from hvdtrain.errors import DesyncError, HvdTrainError
 
 pytestmark = pytest.mark.world_size(2)
@@ -189,6 +190,33 @@ def test_evaluate_takes_batches_of_which_a_rank_has_no_sample(make_grid, kind):
 @pytest.mark.parametrize("kind", ["shard", *OF_FOUR])
 def test_a_run_of_one_sample_does_not_wait_for_ranks_without_any(make_grid, kind):
     assert_equal_to_one_process(make_grid, kind, 1, ignored=0.0)
+
+
+def mean_of_labels(model, batch):
+    inputs, labels = batch
+    return hvdtrain.Loss(F.cross_entropy(model(inputs), labels), count=(labels != -100).sum())
+
+
+@pytest.mark.parametrize("kind", ["shard", pytest.param("shards of tensors", marks=FOUR)])
+def test_a_step_whose_loss_is_nan_where_nothing_counts_equals_one_process(make_grid, kind):
+    x, y = (each[:49] for each in tokens(ignored=0.0))  # the last step of an epoch has one sample
+    y[epoch_order(49, epoch=0, seed=0)[1:BATCH:2]] = -100  # the second rank's in the first step
+
+    def fitted(net, replicas):
+        trainer = hvdtrain.Trainer(net, optimizer=optimizer_of(net), step=mean_of_labels)
+        trainer.fit((x, y), batch_size=BATCH // replicas, epochs=2, run_dir=None, progress=False)
+        return trainer.state()
+
+    with one_process():
+        expected = fitted(model(), 1)
+    grid, net = make_grid(kind)
+    assert_equal(fitted(net, grid.data_size), expected)
+
+
+@FOUR
+def test_repeated_blocks_are_found_in_stages_of_shards(make_grid):
+    _, net = make_grid("stages of shards")  # one block a stage
+    trainer_of(net, checkpoint_activations="blocks")
 
 
 @FOUR
