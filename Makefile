@@ -20,6 +20,8 @@ WORKERS := $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 # A worker that dies ends the run: pytest-xdist can wait for ever for the tests that it had.
 WORKERS_OF_PYTEST := --dist loadfile --max-worker-restart 0
 UNIT := python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) tests/unit
+# XLA's time is mostly LLVM's, which makes code fast that runs a few steps.
+COMPILE_FAST := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 # Each of these starts ranks.
 THREE_AT_A_TIME := python -m pytest -n 3 $(WORKERS_OF_PYTEST)
 
@@ -95,7 +97,7 @@ unit-all: $(STAMP) # make models has Lightning's
 
 keras-unit: $(STAMP) ## Keras's tests of one process on its other backends: `make unit` has them on torch
 	KERAS_BACKEND=tensorflow python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) -m "not slow" tests/unit/keras
-	KERAS_BACKEND=jax python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) -m "not slow" tests/unit/keras
+	KERAS_BACKEND=jax XLA_FLAGS="$(COMPILE_FAST)" python -m pytest -n $(WORKERS) $(WORKERS_OF_PYTEST) -m "not slow" tests/unit/keras
 
 ranks: $(STAMP) ## Tests under horovodrun, each where its claim is cheapest to prove
 	python tests/ranks/run.py
