@@ -38,6 +38,7 @@ MARKS = {
     "every_backend": "runs on each of Keras's backends, at 2 ranks, without --all too",
     "on_keras": "of the Trainer: runs on PyTorch and on Keras's torch backend, without --all too",
     "three_ranks": "of Keras: runs at 3 ranks too, on the torch backend: uneven shares, sets of ranks",
+    "two_suffice": "of PyTorch: runs at 3 ranks with --all alone, where it shows no more than at 2",
     "in_graphs": "of Keras: runs on TensorFlow, whose graphs it is about, without --all too, and not on torch",
     "over_gloo": "of PyTorch: runs over Gloo too: collectives, join, errors",
     "on_gpus": "of PyTorch: runs in `make gpus` too, where each rank has a GPU; by default its tensors are there",

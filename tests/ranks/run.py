@@ -67,7 +67,7 @@ class Group:
 
 
 GROUPS = (
-    Group("torch", "torch", "torch"),
+    Group("torch", "torch", "torch", marks={2: EVERY_TEST, 3: "not two_suffice"}),
     Group("torch-gloo", "torch", "torch", None, ("--gloo",), marks={2: "over_gloo"}, sizes=(2,)),
     # Replicas of two ranks each.
     Group("torch-grid", "torch", "torch", marks={4: EVERY_TEST}, sizes=(4,)),

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.two_suffice]
 
 
 @pytest.mark.over_gloo

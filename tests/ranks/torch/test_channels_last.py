@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.errors import DesyncError
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.two_suffice]
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 

@@ -12,7 +12,11 @@ import horovod.torch as horovod
 import pytest
 import torch
 
-pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.filterwarnings("ignore:optimizer.step.. called without")]
+pytestmark = [
+    pytest.mark.world_size(2, 3),
+    pytest.mark.two_suffice,
+    pytest.mark.filterwarnings("ignore:optimizer.step.. called without"),
+]
 
 CHECKS: list[Callable[..., None]] = []
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.distributed.buckets import ON_GPU, ON_HOST
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.two_suffice]
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 

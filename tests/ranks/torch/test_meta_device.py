@@ -9,7 +9,7 @@ import trainer_kit as kit
 import hvdtrain
 from hvdtrain.callbacks import SyncCheck
 
-pytestmark = pytest.mark.world_size(2, 3)
+pytestmark = [pytest.mark.world_size(2, 3), pytest.mark.two_suffice]
 
 
 class Net(torch.nn.Module):

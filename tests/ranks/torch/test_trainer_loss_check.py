@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import hvdtrain
 
-pytestmark = [pytest.mark.usefixtures("hvd"), pytest.mark.world_size(2, 3)]
+pytestmark = [pytest.mark.usefixtures("hvd"), pytest.mark.world_size(2, 3), pytest.mark.two_suffice]
 
 BATCH, STEPS = 4, 3
 
