@@ -52,6 +52,11 @@ def as_module(loss: Any) -> Any:
     return kind(**keywords)
 
 
+def _has_sums_without_count(loss: Any) -> bool:
+    is_mean = isinstance(loss, nn.CrossEntropyLoss) and loss.reduction == "mean" and loss.label_smoothing > 0
+    return is_mean and loss.weight is not None and bool((loss.weight == 0).any())
+
+
 def _hashable(value: Any) -> bool:
     return type(value).__hash__ is not None
 
@@ -68,6 +73,13 @@ class LossCheck:
 
     def __init__(self, loss: Any, world: World, *, split: bool) -> None:
         self._loss, self._world, self._ranks = loss, world, DataRanks(world)
+        if split and _has_sums_without_count(loss):
+            raise ValueError(
+                "With label_smoothing, a sample whose class has a weight of 0 has a loss, but torch does not count it "
+                "in what it divides by: where a batch has such samples alone, its loss cannot be weighed. Give these "
+                "classes a small weight, such as 1e-6, or set their labels to ignore_index. "
+                f"Received: weight={loss.weight.tolist()}, label_smoothing={loss.label_smoothing}."
+            )
         is_known = type(loss) in _CLASSES.values()
         self._is_sum = getattr(loss, "reduction", "mean") == "sum"
         self._has_parts = split and loss is not None and not is_known

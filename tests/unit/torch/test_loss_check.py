@@ -31,6 +31,21 @@ def found(loss, targets, scores=None):
     check.agree()
 
 
+def test_smoothed_labels_of_classes_without_weight_are_refused_where_a_step_is_split(alone):
+    loss = torch.nn.CrossEntropyLoss(torch.tensor([0.0, 1.0, 2.0]), label_smoothing=0.1)
+    LossCheck(loss, SoloWorld(), split=False)
+    for change in ({"weight": None}, {"label_smoothing": 0.0}, {"reduction": "sum"}):
+        LossCheck(
+            torch.nn.CrossEntropyLoss(**{"weight": loss.weight, "label_smoothing": 0.1} | change),
+            SoloWorld(),
+            split=True,
+        )
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"small weight.*Received: weight=\[0\.0, 1\.0, 2\.0\], label_smoothing=0\.1"):
+        hvdtrain.Trainer(model, optimizer=optimizer, loss=loss, accumulate=2)
+
+
 def focal(scores, labels):
     return ((1 - functional.softmax(scores, 1).gather(1, labels[:, None])) ** 2).mean()
 
