@@ -258,6 +258,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="the other backends choose the same layers")
 @pytest.mark.parametrize(("make", "rule", "chosen"), CHOICES)
 def test_what_is_chosen_is_logged(make, rule, chosen, caplog):
     with caplog.at_level(logging.INFO, "hvdtrain"):
