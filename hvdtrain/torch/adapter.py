@@ -121,13 +121,13 @@ class TorchAdapter:
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         self._copies = device_copies.of(self._device, self._dtype)
         # True if ranks wait for each other before backward: one without samples must go forward and backward as well.
-        has_shards = world.grid is not None and world.grid.shards > 1
+        self._has_shards = world.grid is not None and world.grid.shards > 1
         self._zero_gradients = divided.ZeroGradients(model)
         self._calls_collectives = False  # the model or step, besides those that torch calls itself
         self._has_sync_norm = any(isinstance(m, hvd.SyncBatchNorm) for m in model.modules())
-        self._syncs_in_forward = self._has_sync_norm or (has_shards and self._stages is None)
+        self._syncs_in_forward = self._has_sync_norm or (self._has_shards and self._stages is None)
         # Likewise in evaluation, where SyncBatchNorm does not.
-        self._syncs_in_evaluation = has_shards
+        self._syncs_in_evaluation = self._has_shards
         losses = _loss_names(list(optimizers))
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.couples_samples = not all(isinstance(norm, hvd.SyncBatchNorm) for norm in norms)
@@ -631,8 +631,7 @@ class TorchAdapter:
 
     def _without_gradient(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a loss whose gradient is zero: NaN times zero would be that of rows that other ranks have gathered."""
-        is_of_shards = self._world.grid is not None and self._world.grid.shards > 1
-        return without_gradient(loss, may_be_nan=is_of_shards and not self._calls_collectives)
+        return without_gradient(loss, may_be_nan=self._has_shards and not self._calls_collectives)
 
     def _check_data(self, batch: Batch) -> None:
         """Raise if there is no batch from which one of no samples could be made."""

@@ -240,7 +240,7 @@ class YieldingStep(OwnStep):
 
 def sum_of_nothing(outputs: Any) -> torch.Tensor:
     """Return a loss of zero, whose gradient with respect to the outputs is zero, even if they are not finite."""
-    return torch.stack([output.sum() for output in leaves(move(_no_rows, outputs))]).sum()
+    return torch.stack([output.sum() for output in leaves(move(_rows, outputs))]).sum()
 
 
 def without_gradient(loss: torch.Tensor, *, may_be_nan: bool = False) -> torch.Tensor:
@@ -259,11 +259,7 @@ def without_gradient(loss: torch.Tensor, *, may_be_nan: bool = False) -> torch.T
     return loss * 0.0
 
 
-def _no_rows(value: Any) -> Any:
-    return _rows(value, 0)
-
-
-def _rows(value: Any, count: int) -> Any:
+def _rows(value: Any, count: int = 0) -> Any:
     return value[:count] if isinstance(value, torch.Tensor) and value.dim() else value
 
 

@@ -275,7 +275,6 @@ def test_after_a_reset_units_are_listed_as_on_a_new_rank(hvd, kind, monkeypatch)
 
 
 @pytest.mark.usefixtures("sizes")
-@pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_moved_to_float64_has_gradients_of_float64(hvd, rank, dtype):
     model = Many().to(dtype)
@@ -293,6 +292,7 @@ def test_a_model_moved_to_float64_has_gradients_of_float64(hvd, rank, dtype):
         torch.testing.assert_close(grad, mean, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.usefixtures("sizes")
 def test_a_parameter_that_changed_its_shape_is_named(hvd, rank):
     from hvdtrain.errors import HvdTrainError
 
